@@ -95,7 +95,7 @@ import numpy as np, torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
-from fedgraft.deploy.limits import state
+from fedgraft.deploy.limits import publish_response_limit
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
 from fedgraft.core.messages import Request
 
@@ -121,7 +121,8 @@ def quick(grid, record, nodes):
 def main(grid, context):
     c = context.run_config
     rounds, clients = int(c["rounds"]), int(c["clients"])
-    state(4 * max(map(int, c["sizes"].split(","))))  # as a run tells its port, which refuses larger replies
+    # As a run does: the port refuses larger responses.
+    publish_response_limit(4 * max(map(int, c["sizes"].split(","))))
     engine = FlowerEngine(FlowerTransport(grid), clients, Patience(wait=600, least=clients))
     engine.gather()
     nodes, found = sorted(engine.registry.nodes.values()), []

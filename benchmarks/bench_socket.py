@@ -29,9 +29,9 @@ from typing import Any
 
 from benchmarks.peers.measure import MARK, cpu, marked
 from fedgraft.config.load import load, to_toml
+from fedgraft.deploy.coordinator import check_completed, submit_run
 from fedgraft.deploy.folder import FederationFolder
-from fedgraft.deploy.local import check_ended, follow, local_federation
-from fedgraft.deploy.server import submit
+from fedgraft.deploy.local import follow_run, local_federation
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.loop import Silent
 
@@ -169,7 +169,7 @@ def measure(fed: FederationFolder, proxy: CountingProxy, overrides: list[str], f
     """Run one config on the federation behind the proxy: counted and reported."""
     (fed.path / "config.toml").write_text(to_toml(load(None, [*BASE, *overrides])))
     before = Counter(proxy.counts)
-    check_ended(*follow(fed, submit(fed, folder), folder, ROUNDS, Silent()))
+    check_completed(*follow_run(fed, submit_run(fed, folder), folder, ROUNDS, Silent()))
     summary = RunFolder.open(folder).summary()
     return {"reported": {"up": summary["bytes_up"], "down": summary["bytes_down"]}, "socket": proxy.since(before)}
 
@@ -264,18 +264,18 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
 
-        def through(server: str, certificates: Path) -> str:
+        def route(server: str, certificates: Path) -> str:
             proxies.append(CountingProxy(server, certificates))
             return proxies[0].address
 
-        with local_federation(load(None, [*BASE, *TINY]), through) as local:
-            local.wait()
-            tiny = measure(local.fed, proxies[0], TINY, Path(scratch) / "tiny")
+        with local_federation(load(None, [*BASE, *TINY]), route) as local:
+            local.wait_for_nodes()
+            tiny = measure(local.folder, proxies[0], TINY, Path(scratch) / "tiny")
             excess = {way: tiny["socket"][f"messages: {way}"] - tiny["reported"][way] for way in ("up", "down")}
             constant = {way: value / MESSAGES for way, value in excess.items()}
             results: dict[str, dict[str, Any]] = {}
             for name, overrides in CASES.items():
-                found = measure(local.fed, proxies[0], overrides, Path(scratch) / f"run-{len(results)}")
+                found = measure(local.folder, proxies[0], overrides, Path(scratch) / f"run-{len(results)}")
                 results[name] = found | {"rows": compare(found, constant)}
             quiet = idle(proxies[0], args.idle, mark) if args.idle else {}
     worst = max(abs(row["difference"]) for found in results.values() for row in found["rows"].values())

@@ -19,7 +19,7 @@ from benchmarks.reliability.outcome import Outcome
 from fedgraft.config.load import load
 from fedgraft.core.messages import Request
 from fedgraft.deploy.deployed import run_deployed
-from fedgraft.deploy.node import Nodes
+from fedgraft.deploy.node import NodeWorker
 
 SMALL = [
     "model.name=tiny",
@@ -66,7 +66,7 @@ class Killed(Machines):
     def _die(self) -> None:
         if self.who == "server":
             raise KeyboardInterrupt
-        self.nodes[VICTIM] = Nodes()  # all that the process knew is gone; its files are there
+        self.nodes[VICTIM] = NodeWorker()  # all that the process knew is gone; its files are there
 
     def deliver(self, request: Request) -> Any:
         if request.client == VICTIM and self._now(request.action, str(request.settings.get("sums", ""))):

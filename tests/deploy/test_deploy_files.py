@@ -1,4 +1,4 @@
-"""The folder of a federation: certificates, keys, permissions, refusals; no process is started here."""
+"""Files and processes of a federation without Flower's network: certificates, keys, permissions, refused options."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.errors import raises
 from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
-from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.deploy import control as federation_control
 from fedgraft.deploy import folder as federation
 from fedgraft.deploy import gate as federation_gate
 from fedgraft.deploy import process as federation_process
 from fedgraft.deploy.app import app_files
-from fedgraft.deploy.control import RunState, app_bundle, reason_of
-from fedgraft.deploy.gate import IN_USE, admitted, same_app
-from fedgraft.deploy.helper import Pace
-from fedgraft.deploy.keys import check_private_key, days_left, fingerprint, make_node_key, public_key_of
-from fedgraft.deploy.run_node import NodeChoice, tell, why_ended
-from fedgraft.deploy.server import run_folder
+from fedgraft.deploy.control import RunState, app_bundle, failure_reason
+from fedgraft.deploy.coordinator import resolve_run_folder
+from fedgraft.deploy.gate import KEY_IN_USE, may_access, same_app
+from fedgraft.deploy.helper import PollPacer
+from fedgraft.deploy.keys import check_private_key, days_left, key_fingerprint, make_node_key, public_key_line
+from fedgraft.deploy.limits import DEFAULT_REQUEST_MEGABYTES, request_limit
+from fedgraft.deploy.run_node import NodeOptions, describe_log_line, node_failure
 
 OVERRIDES = ["model.name=tiny", "partition.clients=2", "rounds.total=1"]
 
 
 @pytest.fixture
 def fed(tmp_path: Path) -> federation.FederationFolder:
-    return federation.create(tmp_path / "fed", load(None, OVERRIDES), ["north", "south"], "127.0.0.1")
+    return federation.create_federation(tmp_path / "fed", load(None, OVERRIDES), ["north", "south"], "127.0.0.1")
 
 
 def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def cli(*overrides: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(overrides))
-    return result.exit_code, result.output if result.exception is None else f"{result.output}{result.exception}"
+def cli(*arguments: str) -> tuple[int, str]:
+    """Run a command that must not raise; return its exit code and its output."""
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    return result.exit_code, result.output
 
 
 def test_private_files_are_private(fed: federation.FederationFolder, tmp_path: Path) -> None:
@@ -61,34 +63,38 @@ def test_private_keys_are_private_under_an_open_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         private, _ = make_node_key(tmp_path, "north")
-        made = federation.create(tmp_path / "fed", load(None, OVERRIDES), ["a", "b"], "host.example")
+        folder = federation.create_federation(tmp_path / "fed", load(None, OVERRIDES), ["a", "b"], "host.example")
     finally:
         os.umask(before)
     assert mode(private) == 0o600
-    assert mode(made.certificates / "ca.key") == 0o600
-    assert mode(made.path) == 0o700
+    assert mode(folder.certificates / "ca.key") == 0o600
+    assert mode(folder.path) == 0o700
 
 
 def test_the_certificate_is_for_the_host_and_this_machine(tmp_path: Path) -> None:
-    made = federation.create(tmp_path / "fed", load(None, OVERRIDES), ["a", "b"], "server.example")
+    folder = federation.create_federation(tmp_path / "fed", load(None, OVERRIDES), ["a", "b"], "server.example")
     from cryptography import x509
 
-    leaf = x509.load_pem_x509_certificate((made.certificates / "server.crt").read_bytes())
+    leaf = x509.load_pem_x509_certificate((folder.certificates / "server.crt").read_bytes())
     names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert set(names.get_values_for_type(x509.DNSName)) == {"server.example", "localhost"}
     assert {str(ip) for ip in names.get_values_for_type(x509.IPAddress)} == {"127.0.0.1", "::1"}
-    assert 390 < days_left(made.certificates / "server.crt") < 398
+    assert 390 < days_left(folder.certificates / "server.crt") < 398
     assert not leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_tls_accepts_the_certificate_by_its_own_authority_only(tmp_path: Path, own: bool) -> None:
-    one, two = (federation.create(tmp_path / n, load(None, OVERRIDES), ["a", "b"], "server.example") for n in "xy")
+    config = load(None, OVERRIDES)
+    ours = federation.create_federation(tmp_path / "ours", config, ["a", "b"], "server.example")
+    other = federation.create_federation(tmp_path / "other", config, ["a", "b"], "server.example")
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(one.certificates / "server.crt", one.certificates / "server.key")
-    client = ssl.create_default_context(cafile=(one if own else two).authority)
+    server.load_cert_chain(ours.certificates / "server.crt", ours.certificates / "server.key")
+    trusted = ours if own else other
+    client = ssl.create_default_context(cafile=trusted.authority)
     client.verify_flags |= ssl.VERIFY_X509_STRICT
-    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    up = ssl.MemoryBIO()
+    down = ssl.MemoryBIO()
     near = client.wrap_bio(down, up, server_hostname="server.example")
     far = server.wrap_bio(up, down, server_side=True)
 
@@ -111,7 +117,7 @@ def test_tls_accepts_the_certificate_by_its_own_authority_only(tmp_path: Path, o
 def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
     private, _ = make_node_key(tmp_path, "north")
     before = private.read_bytes()
-    with pytest.raises(FedgraftError, match="never overwritten"):
+    with raises("E-DEPLOY-KEY-EXISTS", path=str(private)):
         make_node_key(tmp_path, "north")
     assert private.read_bytes() == before
 
@@ -122,55 +128,56 @@ def test_a_fingerprint_is_the_one_ssh_keygen_prints(tmp_path: Path) -> None:
         printed = subprocess.run(["ssh-keygen", "-lf", public], capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:
         pytest.skip("needs ssh-keygen")
-    assert fingerprint(public) in printed
+    assert key_fingerprint(public) in printed
 
 
 def test_registering_refuses_what_is_no_public_key_of_a_node(fed: federation.FederationFolder, tmp_path: Path) -> None:
     private, public = make_node_key(tmp_path, "north")
-    with pytest.raises(FedgraftError, match="private key, which must never leave"):
+    with raises("E-DEPLOY-PRIVATE-KEY-SENT"):
         fed.register("north", private)
-    with pytest.raises(FedgraftError, match="no node 'west'; its nodes are north, south"):
+    with raises("E-DEPLOY-UNKNOWN-NODE", name="west"):
         fed.register("west", public)
-    with pytest.raises(FedgraftError, match="no readable public key"):
+    with raises("E-DEPLOY-NO-PUBLIC-KEY"):
         fed.register("north", tmp_path / "nothing.pub")
     (tmp_path / "junk.pub").write_text("ssh-rsa junk")
-    with pytest.raises(FedgraftError, match="not a public key made by"):
+    with raises("E-DEPLOY-BAD-PUBLIC-KEY"):
         fed.register("north", tmp_path / "junk.pub")
     fed.register("north", public)
-    with pytest.raises(FedgraftError, match="already the key of 'north'"):
+    with raises("E-DEPLOY-KEY-SHARED", name="south", other="north"):
         fed.register("south", public)
     assert fed.registered() == ["north"]
-    assert public_key_of(fed.key("north")) == public_key_of(public)
+    assert public_key_line(fed.key("north")) == public_key_line(public)
 
 
 def test_a_readable_private_key_is_refused(tmp_path: Path) -> None:
     private, _ = make_node_key(tmp_path, "north")
     check_private_key(private)
     private.chmod(0o644)
-    with pytest.raises(FedgraftError, match="chmod 600"):
+    with raises("E-DEPLOY-KEY-READABLE"):
         check_private_key(private)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "names", "host", "sentence"),
+    ("overrides", "names", "host", "code"),
     [
-        ([*OVERRIDES, "data.source=folder", "data.path=here"], ["a", "b"], "h", "each node its own with --data"),
-        (OVERRIDES, ["a", "b", "c"], "h", "2 clients and the federation 3 nodes"),
-        (OVERRIDES, ["a", "a"], "h", "same name"),
-        (OVERRIDES, ["a", "b/c"], "h", "no name for a node"),
-        (OVERRIDES, ["a", "b"], "https://h", "neither a host name nor an IP"),
-        ([*OVERRIDES, "engine=batched"], ["a", "b"], "h", "needs engine=reference"),
+        ([*OVERRIDES, "data.source=folder", "data.path=here"], ["a", "b"], "h", "E-DEPLOY-DATA-PATH"),
+        (OVERRIDES, ["a", "b", "c"], "h", "E-DEPLOY-CLIENT-COUNT"),
+        (OVERRIDES, [], "h", "E-DEPLOY-NO-NODES"),
+        (OVERRIDES, ["a", "a"], "h", "E-DEPLOY-NODE-NAMES"),
+        (OVERRIDES, ["a", "b/c"], "h", "E-DEPLOY-NODE-NAME"),
+        (OVERRIDES, ["a", "b"], "https://h", "E-DEPLOY-HOST"),
+        ([*OVERRIDES, "engine=batched"], ["a", "b"], "h", "E-DEPLOY-ENGINE"),
     ],
 )
 def test_what_cannot_be_deployed_is_refused(
-    tmp_path: Path, overrides: list[str], names: list[str], host: str, sentence: str
+    tmp_path: Path, overrides: list[str], names: list[str], host: str, code: str
 ) -> None:
-    with pytest.raises(FedgraftError, match=sentence):
-        federation.create(tmp_path / "fed", load(None, overrides), names, host)
+    with raises(code):
+        federation.create_federation(tmp_path / "fed", load(None, overrides), names, host)
     assert not (tmp_path / "fed").exists()
 
 
-def test_init_writes_a_federation_and_says_what_to_do(tmp_path: Path) -> None:
+def test_init_writes_a_federation_and_prints_the_next_steps(tmp_path: Path) -> None:
     folder = tmp_path / "fed"
     overrides = ["deploy", "init", "demo", "model.name=tiny", "--folder", str(folder), "--names", "north,south"]
     code, text = cli(*overrides, "--host", "10.1.2.3")
@@ -180,63 +187,95 @@ def test_init_writes_a_federation_and_says_what_to_do(tmp_path: Path) -> None:
     opened = federation.open_federation(folder)
     assert (opened.host, opened.names, opened.config.partition.clients) == ("10.1.2.3", ("north", "south"), 2)
     assert {str(p.relative_to(folder / "app")) for p in (folder / "app").rglob("*.*")} == set(app_files())
-    code, text = cli(*overrides)
-    assert code != 0
-    assert "not empty" in text
+    with raises("E-DEPLOY-FOLDER-EXISTS"):
+        cli(*overrides)
 
 
-def test_every_wrong_start_is_one_sentence(fed: federation.FederationFolder, tmp_path: Path) -> None:
+def test_wrong_options_of_a_node_are_refused_before_it_starts(fed: federation.FederationFolder, tmp_path: Path) -> None:
     private, _ = make_node_key(tmp_path, "north")
-    good = NodeChoice("127.0.0.1:9", fed.authority, private, 0)
-    good.check()
+    authority = fed.authority
+    NodeOptions("127.0.0.1:9", authority, private, 0).check()
     junk = tmp_path / "junk.crt"
     junk.write_text("junk")
-    for wrong, sentence in (
-        (NodeChoice("127.0.0.1", fed.authority, private, 0), "HOST:PORT"),
-        (NodeChoice("https://h:9", fed.authority, private, 0), "HOST:PORT"),
-        (NodeChoice("h:9", tmp_path / "no.crt", private, 0), "no certificate"),
-        (NodeChoice("h:9", junk, private, 0), "not a certificate"),
-        (NodeChoice("h:9", fed.authority, tmp_path / "no.key", 0), "no key file"),
-        (NodeChoice("h:9", fed.authority, private, -1), "client number"),
-        (NodeChoice("h:9", fed.authority, private, 0, tmp_path / "no", "folder"), "on this machine"),
-        (NodeChoice("h:9", fed.authority, private, 0, tmp_path, "zip"), "folder, parquet, npz"),
-        (NodeChoice("h:9", fed.authority, private, 0, None, "npz"), "give --data"),
+    quoted = tmp_path / "it's"
+    quoted.mkdir()
+    for options, code in (
+        (NodeOptions("127.0.0.1", authority, private, 0), "E-DEPLOY-SUPERLINK"),
+        (NodeOptions("https://h:9", authority, private, 0), "E-DEPLOY-SUPERLINK"),
+        (NodeOptions("h:9", tmp_path / "no.crt", private, 0), "E-DEPLOY-NO-CERTIFICATE"),
+        (NodeOptions("h:9", junk, private, 0), "E-DEPLOY-BAD-CERTIFICATE"),
+        (NodeOptions("h:9", authority, tmp_path / "no.key", 0), "E-DEPLOY-NO-PRIVATE-KEY"),
+        (NodeOptions("h:9", authority, private, -1), "E-DEPLOY-NODE-ID"),
+        (NodeOptions("h:9", authority, private, 0, tmp_path / "no", "folder"), "E-DEPLOY-NO-DATA"),
+        (NodeOptions("h:9", authority, private, 0, quoted, "folder"), "E-DEPLOY-DATA-QUOTES"),
+        (NodeOptions("h:9", authority, private, 0, tmp_path, "zip"), "E-DEPLOY-SOURCE"),
+        (NodeOptions("h:9", authority, private, 0, None, "npz"), "E-DEPLOY-SOURCE-WITHOUT-DATA"),
     ):
-        with pytest.raises(FedgraftError, match=sentence):
-            wrong.check()
-    assert "nothing.pub" in cli("deploy", "register", str(fed.path), "north", str(tmp_path / "nothing.pub"))[1]
-    assert "there is no federation" in cli("deploy", "status", str(tmp_path))[1]
-    assert "does not run" in cli("deploy", "submit", str(fed.path))[1]
+        with raises(code):
+            options.check()
+    junk.chmod(0o600)
+    with raises("E-DEPLOY-BAD-PRIVATE-KEY"):
+        check_private_key(junk)
+
+
+def test_commands_refuse_what_is_missing(fed: federation.FederationFolder, tmp_path: Path) -> None:
+    with raises("E-DEPLOY-NO-PUBLIC-KEY"):
+        cli("deploy", "register", str(fed.path), "north", str(tmp_path / "nothing.pub"))
+    with raises("E-DEPLOY-NO-FEDERATION"):
+        cli("deploy", "status", str(tmp_path))
+    with raises("E-DEPLOY-SERVER-STOPPED"):
+        cli("deploy", "submit", str(fed.path))
     assert cli("deploy", "status", str(fed.path)) == (
         0,
         f"server: not running; start it with: fedgraft deploy server {fed.path}\n",
     )
 
 
+def test_damaged_files_of_a_federation_are_refused(fed: federation.FederationFolder, tmp_path: Path) -> None:
+    fed.server_record.write_text("{")
+    with raises("E-DEPLOY-SERVER-RECORD"):
+        federation_process.read_server_record(fed.server_record)
+    (fed.path / "federation.toml").write_text("host = 3")
+    with raises("E-DEPLOY-FEDERATION-DAMAGED"):
+        federation.open_federation(fed.path)
+
+
+def test_the_limit_of_requests_is_read_from_the_policy(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.toml"
+    assert request_limit(policy) == DEFAULT_REQUEST_MEGABYTES << 20
+    policy.write_text("request_megabytes = 32")
+    assert request_limit(policy) == 32 << 20
+    for text in ("request_megabytes = ", "request_megabytes = [3]"):
+        policy.write_text(text)
+        with raises("E-DEPLOY-POLICY", path=str(policy)):
+            request_limit(policy)
+
+
 def test_data_reaches_the_node_as_written(fed: federation.FederationFolder, tmp_path: Path) -> None:
     from flwr.common.config import parse_config_args
 
     private, _ = make_node_key(tmp_path, "north")
-    context = tmp_path / "my images = ünder" / "a"
-    context.mkdir(parents=True)
-    words = NodeChoice("h:9", fed.authority, private, 7, context, "folder").arguments()
-    settings = parse_config_args([words[words.index("--node-config") + 1]])
-    assert settings == {"partition-id": 7, "data": str(context), "source": "folder"}
+    images = tmp_path / "my images = ünder" / "a"
+    images.mkdir(parents=True)
+    command = NodeOptions("h:9", fed.authority, private, 7, images, "folder").command()
+    settings = parse_config_args([command[command.index("--node-config") + 1]])
+    assert settings == {"partition-id": 7, "data": str(images), "source": "folder"}
 
 
 def test_a_missing_flower_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flwr", None)
-    with pytest.raises(MissingExtra, match=r"fedgraft\[flower\]"):
+    with raises("E-MISSING-EXTRA", extra="flower"):
         federation_control.require_flower()
 
 
 def test_only_this_machine_reaches_more_than_the_nodes_paths() -> None:
-    here, other = ("10.0.0.5", 1), ("10.0.0.6", 2)
+    here = ("10.0.0.5", 1)
+    other = ("10.0.0.6", 2)
     for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/v1/fleet", "/V1/FLEET/x"):
-        assert admitted(path, ("10.0.0.5", 9), here)
-        assert not admitted(path, other, here)
-        assert not admitted(path, None, here)
-    assert admitted("/v1/fleet/pull-messages", other, here)
+        assert may_access(path, ("10.0.0.5", 9), here)
+        assert not may_access(path, other, here)
+        assert not may_access(path, None, here)
+    assert may_access("/v1/fleet/pull-messages", other, here)
 
 
 def bundle(files: dict[str, str]) -> bytes:
@@ -265,39 +304,59 @@ def test_an_app_that_unpacks_to_gigabytes_is_refused_before_it_is_unpacked(
     """Its five megabytes on the wire would be five gigabytes in the node's memory, or on its disk."""
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as file:
-        for one, text in {**app_files(), name: "x" * (8 << 20)}.items():
-            file.writestr(one, text)
+        for path, text in {**app_files(), name: "x" * (8 << 20)}.items():
+            file.writestr(path, text)
     assert len(target.getvalue()) < 1 << 16
     monkeypatch.setattr(zipfile.ZipFile, "read", lambda *a: pytest.fail("it was unpacked"))
     assert not same_app(target.getvalue(), app_files())
 
 
 def test_two_files_of_one_name_are_refused() -> None:
-    ours, target = app_files(), io.BytesIO(bundle(app_files()))
-    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(target, "a") as file:
+    ours = app_files()
+    target = io.BytesIO(bundle(app_files()))
+    with pytest.warns(UserWarning), zipfile.ZipFile(target, "a") as file:
         file.writestr("fedgraft_app/client.py", "import os\n")
     assert not same_app(target.getvalue(), ours)
 
 
-def test_a_dead_run_says_why() -> None:
+def test_the_reason_of_a_failed_run_is_read_from_its_log() -> None:
     died = RunState(1, "failed", "ServerApp failed with exception: boom")
     log = "INFO: begin\nTraceback (most recent):\n  File x\nfedgraft.core.errors.FedgraftError: client 2 has no data.\n"
-    assert reason_of(died, log) == "client 2 has no data."
-    assert reason_of(died, "INFO: begin\nKeyError: 'x'\nINFO: end") == "KeyError: 'x'"
-    assert reason_of(died, "INFO: begin") == "ServerApp failed with exception: boom"
+    assert failure_reason(died, log) == "client 2 has no data."
+    assert failure_reason(died, "INFO: begin\nKeyError: 'x'\nINFO: end") == "KeyError: 'x'"
+    assert failure_reason(died, "INFO: begin") == "ServerApp failed with exception: boom"
 
 
-def test_a_refused_node_says_why(tmp_path: Path) -> None:
-    choice = NodeChoice("h:9", tmp_path / "ca.crt", tmp_path / "north.key", 3)
-    assert "not registered" in why_ended("[code: 2004] Failed to activate SuperNode.", choice)
-    assert "another process uses the key" in why_ended(f"{IN_USE}\n[code: 2004] Failed.\n{IN_USE}", choice)
-    assert "not registered" in why_ended(f"{IN_USE}\nSuperNode ID: 5\n[code: 2004] Failed.", choice)
-    assert "trying again for up to 60 s" in str(tell(f"{IN_USE}\n", choice))
-    assert "not certified by" in why_ended("[SSL: CERTIFICATE_VERIFY_FAILED] unable to get local issuer", choice)
-    assert "not for 'h'" in why_ended("CERTIFICATE_VERIFY_FAILED: IP address mismatch", choice)
-    assert "something else" in why_ended("INFO\nsomething else\n", choice)
-    assert tell("INFO: SuperNode ID: 5", choice) == "connected to h:9 as client 3; Ctrl-C ends the node"
-    assert tell("INFO: nothing", choice) is None
+@pytest.mark.parametrize(
+    ("log", "code"),
+    [
+        ("[code: 2004] Failed to activate SuperNode.", "E-DEPLOY-NODE-KEY-REFUSED"),
+        (f"{KEY_IN_USE}\n[code: 2004] Failed.\n{KEY_IN_USE}", "E-DEPLOY-NODE-KEY-IN-USE"),
+        (f"{KEY_IN_USE}\nSuperNode ID: 5\n[code: 2004] Failed.", "E-DEPLOY-NODE-KEY-REFUSED"),
+        ("[SSL: CERTIFICATE_VERIFY_FAILED] unable to get local issuer", "E-DEPLOY-NODE-CERTIFICATE"),
+        ("CERTIFICATE_VERIFY_FAILED: IP address mismatch", "E-DEPLOY-NODE-CERTIFICATE-HOST"),
+        ("[SSL: WRONG_VERSION_NUMBER]", "E-DEPLOY-NODE-NO-TLS"),
+        ("INFO\nsomething else\n", "E-DEPLOY-NODE-ENDED"),
+    ],
+)
+def test_the_reason_of_a_nodes_end_is_read_from_its_log(log: str, code: str, tmp_path: Path) -> None:
+    error = node_failure(log, NodeOptions("h:9", tmp_path / "ca.crt", tmp_path / "north.key", 3))
+    assert error.code == code
+    if code == "E-DEPLOY-NODE-ENDED":
+        assert error.fields["last_line"] == "something else"
+
+
+def test_lines_of_a_nodes_log_become_messages_to_its_owner(tmp_path: Path) -> None:
+    """The messages are the product: the owner reads them, and docs/deploy.md explains them."""
+    options = NodeOptions("h:9", tmp_path / "ca.crt", tmp_path / "north.key", 3)
+    messages = {
+        "INFO: SuperNode ID: 5": "connected to h:9 as client 3; Ctrl-C ends the node",
+        f"{KEY_IN_USE}\n": f"h:9 reports: {KEY_IN_USE}; trying again for up to 60 s",
+        "INFO: Receiving: train.request message (ID: 7)": "working on a request (train.request)",
+        "Connection refused": "h:9 does not answer; trying again",
+    }
+    assert {line: describe_log_line(line, options) for line in messages} == messages
+    assert describe_log_line("INFO: nothing", options) is None
 
 
 @pytest.mark.parametrize(("busy", "let_in"), [(20, True), (90, False)])
@@ -308,7 +367,8 @@ def test_a_node_waits_while_an_earlier_process_counts_as_connected(busy: int, le
     pytest.importorskip("flwr")
     from flwr.supercore.error import ApiErrorCode, FlowerError
 
-    now, tries = [0.0], [0]
+    now = [0.0]
+    tries = [0]
 
     def activate(request: Any, state: Any) -> str:
         tries[0] += 1
@@ -319,14 +379,14 @@ def test_a_node_waits_while_an_earlier_process_counts_as_connected(busy: int, le
     def over_the_wire(state: Any) -> Any:
         def call(client: Any, request: Any) -> Any:
             try:
-                return federation_gate.naming_use(activate)(request=request, state=state)
+                return federation_gate.explain_key_in_use(activate)(request=request, state=state)
             except FlowerError as error:
                 response = httpx.Response(
                     412, json=error.to_json("Failed"), request=httpx.Request("POST", "https://s/")
                 )
                 response.raise_for_status()
 
-        return federation_gate.waiting_for_use(
+        return federation_gate.retry_while_key_in_use(
             call, lambda: now[0], lambda seconds: now.__setitem__(0, now[0] + seconds)
         )
 
@@ -342,23 +402,23 @@ def test_a_node_waits_while_an_earlier_process_counts_as_connected(busy: int, le
     else:
         with pytest.raises(httpx.HTTPStatusError):
             connect(None, SimpleNamespace(public_key=b"north"))
-        assert now[0] == federation_gate.IN_USE_SECONDS
+        assert now[0] == federation_gate.KEY_IN_USE_SECONDS
 
 
 def test_a_run_folder_is_checked_before_a_run_starts(fed: federation.FederationFolder, tmp_path: Path) -> None:
     from fedgraft.config.load import to_toml
     from fedgraft.runs.folder import RunFolder
 
-    assert run_folder(fed, tmp_path / "new", False) == tmp_path / "new"
-    with pytest.raises(FedgraftError, match="no run in"):
-        run_folder(fed, tmp_path / "new", True)
+    assert resolve_run_folder(fed, tmp_path / "new", False) == tmp_path / "new"
+    with raises("E-DEPLOY-NOTHING-TO-RESUME"):
+        resolve_run_folder(fed, tmp_path / "new", True)
     RunFolder.create(tmp_path / "half", to_toml(fed.config), fed.config.digest)
-    with pytest.raises(FedgraftError, match="--resume"):
-        run_folder(fed, tmp_path / "half", False)
-    assert run_folder(fed, tmp_path / "half", True) == tmp_path / "half"
+    with raises("E-DEPLOY-RUN-UNFINISHED"):
+        resolve_run_folder(fed, tmp_path / "half", False)
+    assert resolve_run_folder(fed, tmp_path / "half", True) == tmp_path / "half"
     RunFolder.create(tmp_path / "other", "", "another")
-    with pytest.raises(FedgraftError, match="another config"):
-        run_folder(fed, tmp_path / "other", True)
+    with raises("E-DEPLOY-RUN-CONFIG"):
+        resolve_run_folder(fed, tmp_path / "other", True)
 
 
 def sleeper(tmp_path: Path, text: str) -> subprocess.Popen[bytes]:
@@ -367,39 +427,38 @@ def sleeper(tmp_path: Path, text: str) -> subprocess.Popen[bytes]:
 
 def test_end_takes_a_process_and_its_children_and_no_other(tmp_path: Path) -> None:
     nap = "import subprocess,sys,time;c=subprocess.Popen([sys.executable,'-c','import time;time.sleep(60)']);"
-    ours, other = (
-        sleeper(tmp_path, nap + "print(c.pid,flush=True);time.sleep(60)"),
-        sleeper(tmp_path, nap + "time.sleep(60)"),
-    )
+    ours = sleeper(tmp_path, nap + "print(c.pid,flush=True);time.sleep(60)")
+    other = sleeper(tmp_path, nap + "time.sleep(60)")
     while not (tmp_path / "log").read_text().strip():
         time.sleep(0.05)
     child = int((tmp_path / "log").read_text().split()[0])
-    known, stranger = federation_process.known(ours), federation_process.known(other)
-    born = federation_process.Process(child, federation_process._began(child) or 0)
+    known = federation_process.process_id(ours)
+    stranger = federation_process.process_id(other)
+    born = federation_process.ProcessId(child, federation_process._start_time(child) or 0)
     assert known.alive and born.alive
-    assert federation_process.end(known)
+    assert federation_process.end_process(known)
     ours.wait()
     assert not known.alive and not born.alive
     assert stranger.alive
-    assert not federation_process.end(known)
-    assert federation_process.end(stranger)
+    assert not federation_process.end_process(known)
+    assert federation_process.end_process(stranger)
     other.wait()
 
 
 def test_a_number_that_belongs_to_somebody_else_is_left_alone(tmp_path: Path) -> None:
     other = sleeper(tmp_path, "import time;time.sleep(60)")
-    known = federation_process.known(other)
-    earlier = federation_process.Process(known.pid, known.began - 1)  # the same number, another process
-    assert not federation_process.end(earlier)
+    known = federation_process.process_id(other)
+    earlier = federation_process.ProcessId(known.pid, known.began - 1)  # the same number, another process
+    assert not federation_process.end_process(earlier)
     assert known.alive
-    federation_process.end(known)
+    federation_process.end_process(known)
     other.wait()
 
 
 def test_a_bound_process_and_its_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     """The parent gets no chance to tell: it is killed. An unbound process stays, so the check can fail."""
     nap = "import subprocess,sys,time;c=subprocess.Popen([sys.executable,'-c','import time;time.sleep(60)']);"
-    gate = "from fedgraft.deploy.process import live_with_parent as l;l();" + nap
+    gate = "from fedgraft.deploy.process import end_with_parent as e;e();" + nap
     gate += "print(c.pid,flush=True);time.sleep(60)"
     parent = (
         "import sys,time;from pathlib import Path;from fedgraft.deploy.process import spawn\n"
@@ -415,44 +474,45 @@ def test_a_bound_process_and_its_children_end_when_their_parent_is_killed(tmp_pa
             time.sleep(0.05)
         pids.append(int((tmp_path / name).read_text().split()[0]))
     bound, free, child_of_bound, child_of_free = (
-        federation_process.Process(pid, federation_process._began(pid) or 0) for pid in pids
+        federation_process.ProcessId(pid, federation_process._start_time(pid) or 0) for pid in pids
     )
     process.kill()
     process.communicate()
-    federation_process._await([bound, child_of_bound], 20)
+    federation_process._wait_for_end([bound, child_of_bound], 20)
     assert not bound.alive and not child_of_bound.alive
     assert free.alive and child_of_free.alive
-    assert federation_process.end(free)
+    assert federation_process.end_process(free)
 
 
-def test_a_node_looks_often_while_there_is_work_and_calmly_when_not() -> None:
-    now, pauses = [0.0], list[float]()
-    pace = Pace(lambda: now[0], pauses.append)
+def test_a_node_polls_often_while_there_is_work_and_rarely_when_not() -> None:
+    now = [0.0]
+    pauses = list[float]()
+    pacer = PollPacer(lambda: now[0], pauses.append)
     for moment in (0.0, 1.0, 20.0, 600.0):
         now[0] = moment
-        pace.sleep(3)
+        pacer.sleep(3)
     assert pauses == [0.1, 0.1, 1.0, 3]
-    pace.worked()
-    pace.sleep(3)
+    pacer.note_work()
+    pacer.sleep(3)
     assert pauses[-1] == 0.1
 
 
 FORKS = """
 import os, signal, sys
 from flwr.supercore.exit import exit_handler
-from fedgraft.deploy.helper import be
+from fedgraft.deploy.helper import run_as_child
 
 def command():
     print(sys.argv, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, len(exit_handler.registered_exit_handlers))
-    exec(what)
+    exec(code)
 
-signal.signal(signal.SIGTERM, lambda *words: print("the helper's handler"))
+signal.signal(signal.SIGTERM, lambda *arguments: print("the helper's handler"))
 exit_handler.add_exit_handler(lambda: print("the helper's end"))
-for what in ("pass", "sys.exit(3)", "raise ValueError('boom')"):
+for code in ("pass", "sys.exit(3)", "raise ValueError('boom')"):
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        be(["flwr-clientapp", "--token", "x"], command)
+        run_as_child(["flwr-clientapp", "--token", "x"], command)
     print("helper:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
@@ -460,8 +520,10 @@ for what in ("pass", "sys.exit(3)", "raise ValueError('boom')"):
 def test_a_forked_client_inherits_nothing_of_its_helper_and_never_returns() -> None:
     pytest.importorskip("flwr")
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True)
-    told = [("['flwr-clientapp', '--token', 'x'] True 0", f"helper: {code}") for code in (0, 3, 1)]
-    assert done.stdout.splitlines() == [*told[0], *told[1], *told[2]]
+    expected = []
+    for code in (0, 3, 1):
+        expected += ["['flwr-clientapp', '--token', 'x'] True 0", f"helper: {code}"]
+    assert done.stdout.splitlines() == expected
     assert done.stderr.count("ValueError: boom") == 1
 
 
@@ -474,9 +536,9 @@ def stuck():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Event().wait()
 
-helper._end_after.__defaults__ = (0.2,)
+helper._exit_with_parent.__defaults__ = (0.2,)
 if os.fork() == 0:
-    helper.be(["flwr-clientapp"], stuck)
+    helper.run_as_child(["flwr-clientapp"], stuck)
 time.sleep(60)
 """
 
@@ -485,7 +547,7 @@ def test_a_forked_client_that_waits_for_ever_ends_with_its_helper() -> None:
     pytest.importorskip("flwr")
     helper = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
     assert helper.stdout is not None
-    child = federation_process.Process(pid := int(helper.stdout.readline()), federation_process._began(pid) or 0)
+    child = federation_process.ProcessId(pid := int(helper.stdout.readline()), federation_process._start_time(pid) or 0)
     assert child.alive
     helper.kill()
     helper.wait()
@@ -495,21 +557,21 @@ def test_a_forked_client_that_waits_for_ever_ends_with_its_helper() -> None:
     assert not child.alive
 
 
-def test_why_a_run_ended_is_kept_where_the_engine_does_not_know(fed: federation.FederationFolder) -> None:
-    fed.note_run(5, fed.path / "a")
-    fed.note_run(6, fed.path / "b")
-    fed.note_end(5, "the server was gone")
-    assert (fed.end_of(5), fed.end_of(6), fed.end_of(7)) == ("the server was gone", "", "")
-    assert [known["folder"] for known in fed.runs()] == [str(fed.path / "a"), str(fed.path / "b")]
+def test_why_a_run_ended_is_recorded_if_the_superlink_does_not_know(fed: federation.FederationFolder) -> None:
+    fed.record_run(5, fed.path / "a")
+    fed.record_run(6, fed.path / "b")
+    fed.record_end(5, "the server was gone")
+    assert (fed.end_reason(5), fed.end_reason(6), fed.end_reason(7)) == ("the server was gone", "", "")
+    assert [record["folder"] for record in fed.runs()] == [str(fed.path / "a"), str(fed.path / "b")]
 
 
-def test_a_taken_port_is_one_sentence() -> None:
+def test_a_taken_port_is_refused() -> None:
     import socket
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(FedgraftError, match="choose another --port"):
+        with raises("E-DEPLOY-PORT", port=taken.getsockname()[1]):
             federation_process.check_port("127.0.0.1", taken.getsockname()[1])
     federation_process.check_port("127.0.0.1", federation_process.free_port())
 
@@ -517,29 +579,29 @@ def test_a_taken_port_is_one_sentence() -> None:
 def test_flower_inherits_no_settings_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FLWR_OIDC_ENABLED", "FLWR_INTERNAL_GRPC_CONTROL_API", "FORWARDED_ALLOW_IPS", "UVICORN_HOST"):
         monkeypatch.setenv(name, "1")
-    found = federation_process.environment(tmp_path)
-    kept = {key for key in found if key.startswith(("FLWR_", "UVICORN_", "FORWARDED"))}
-    assert kept == {
+    environment = federation_process.flower_environment(tmp_path)
+    own = {name for name in environment if name.startswith(("FLWR_", "UVICORN_", "FORWARDED"))}
+    assert own == {
         "FLWR_HOME",
         "FLWR_TELEMETRY_ENABLED",
         "FLWR_DISABLE_UPDATE_CHECK",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL",
     }
-    assert (found["FLWR_TELEMETRY_ENABLED"], found["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
+    assert (environment["FLWR_TELEMETRY_ENABLED"], environment["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
 
 
-def test_status_says_who_is_in_which_round() -> None:
+def test_status_describes_who_is_in_which_round() -> None:
     def line(number: int, ids: list[int], **dropped: str) -> dict[str, Any]:
-        gone = [{"client": int(k[1:]), "reason": why} for k, why in dropped.items()]
-        return {"round": number, "clients": {"ids": ids}, "dropped": gone}
+        drops = [{"client": int(name[1:]), "reason": reason} for name, reason in dropped.items()]
+        return {"round": number, "clients": {"ids": ids}, "dropped": drops}
 
     lines = [line(1, [0, 1]), line(2, [0], c1="no answer within 6 s"), line(3, [0, 1], c2="claims 7 examples")]
-    assert federation.contributions(lines) == {
+    assert federation.describe_contributions(lines) == {
         0: "in 3 of 3 rounds (1-3)",
         1: "in 2 of 3 rounds (1, 3); left out last in round 2: no answer within 6 s",
         2: "in 0 of 3 rounds (none); left out last in round 3: claims 7 examples",
     }
-    assert federation.contributions([{"round": 1, "dropped": []}]) is None  # under differential privacy
+    assert federation.describe_contributions([{"round": 1, "dropped": []}]) is None  # under differential privacy
 
 
 TERMINAL = """

@@ -1,6 +1,6 @@
 """Hostile servers and hostile nodes over real Flower: the in-process tables of lies, one federation, many lies.
 
-Bytes are counted where they leave the node: a refused order is answered with its sentence and nothing else.
+Bytes are counted where they leave the node: a refused request is answered with its reason and nothing else.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.support.hostile import LIES
 from tests.support.tiny import same_bits, tensors_of, tiny, without_pictures
 
 from fedgraft.core.messages import Request
-from fedgraft.deploy.limits import LEAST
-from fedgraft.deploy.process import KEEPS
+from fedgraft.deploy.limits import LEAST_RESPONSE_LIMIT, response_too_large
+from fedgraft.deploy.process import NODE_STATE_VARIABLE
 from fedgraft.runs import loop as running
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.loop import run
@@ -59,58 +59,61 @@ def submitted(federation: LocalFederation, name: str, overrides: list[str], seco
     return folder
 
 
-class Told:
-    """What every run of the hostile server heard, and what was seen at the node's port meanwhile."""
+class Attacks:
+    """The outcome of every attack of the hostile server, and the traffic at the node's port meanwhile."""
 
     def __init__(self, federation: LocalFederation, meter: Meter, watch: Watch) -> None:
-        self.meter, self.watch, self.heard = meter, watch, dict[str, list[dict[str, Any]]]()
+        self.meter = meter
+        self.watch = watch
+        self.outcomes: dict[str, list[dict[str, Any]]] = {}
         for name, overrides in STAGES.items():
-            self.heard[name] = json.loads((submitted(federation, name, overrides) / "told.json").read_text())
+            folder = submitted(federation, name, overrides)
+            self.outcomes[name] = json.loads((folder / "outcomes.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+def attacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacks]:
     root = tmp_path_factory.mktemp("hostile")
     home = root / "node" / "victim.home"
     home.mkdir(parents=True)
-    (home.parent / "policy.toml").write_text("order_megabytes = 32\n")
-    federation = local(root, HOSTILE="server", VICTIM_HOME=str(home), **{KEEPS: str(home)})
+    (home.parent / "policy.toml").write_text("request_megabytes = 32\n")
+    federation = local(root, HOSTILE="server", VICTIM_HOME=str(home), **{NODE_STATE_VARIABLE: str(home)})
     try:
         federation.start_link()
         meter = Meter(federation.port)
         federation.door = meter.port
         federation.start_node(VICTIM)
-        yield Told(federation, meter, Watch(federation.processes[f"node{VICTIM}"].pid))
+        yield Attacks(federation, meter, Watch(federation.processes[f"node{VICTIM}"].pid))
     finally:
         federation.__exit__()
 
 
-def test_every_lie_of_a_server_is_refused_by_name_over_flower(told: Told) -> None:
-    wrong = [
-        (stage, one["name"], one["said"]) for stage, heard in told.heard.items() for one in heard if not one["refused"]
-    ]
-    assert not wrong
-    names = {one["name"] for heard in told.heard.values() for one in heard}
+def test_every_lie_of_a_server_is_refused_by_name_over_flower(attacks: Attacks) -> None:
+    names = set()
+    for stage, outcomes in attacks.outcomes.items():
+        for outcome in outcomes:
+            names.add(outcome["name"])
+            assert outcome["refused"], (stage, outcome["name"], outcome["reason"])
     assert len(names & set(LIES)) == len(LIES) - len(deployed_lies.UNPROTECTED)
-    assert sum(map(len, told.heard.values())) > 120
+    assert sum(map(len, attacks.outcomes.values())) > 120
 
 
-def test_nothing_but_the_sentence_leaves_the_node(told: Told) -> None:
-    """Socket bytes: a refusal's envelope is of one size, whatever was asked; an honest reply carries the model."""
+def test_nothing_but_the_reason_leaves_the_node(attacks: Attacks) -> None:
+    """Socket bytes: a refusal's envelope is of one size, whatever the request; an honest response carries the model."""
     around = []
-    for heard in told.heard.values():
-        for one in heard:
-            for began, ended, sentence in one["refusals"]:
-                around.append(told.meter.pushed(began, ended) - sentence)
-    honest = next(one for one in told.heard["clear"] if one["name"] == "honest")
+    for outcomes in attacks.outcomes.values():
+        for outcome in outcomes:
+            for began, ended, length in outcome["refusals"]:
+                around.append(attacks.meter.pushed(began, ended) - length)
+    honest = next(outcome for outcome in attacks.outcomes["clear"] if outcome["name"] == "honest")
     began, ended, update = honest["bytes"]
-    assert told.meter.pushed(began, ended) > update
+    assert attacks.meter.pushed(began, ended) > update
     assert len(around) > 120 and min(around) > 0 and max(around) - min(around) < 256, (min(around), max(around))
 
 
-def test_an_order_of_300_mb_is_refused_before_it_is_fetched(told: Told) -> None:
-    large = next(one for one in told.heard["clear"] if one["name"] == "300 MB")
-    assert told.watch.rise(*large["when"]) < 2 * (32 << 20)
+def test_a_request_of_300_mb_is_refused_before_it_is_fetched(attacks: Attacks) -> None:
+    large = next(outcome for outcome in attacks.outcomes["clear"] if outcome["name"] == "300 MB")
+    assert attacks.watch.rise(*large["when"]) < 2 * (32 << 20)
 
 
 # ---- a hostile node --------------------------------------------------------------------------------------------------
@@ -127,10 +130,15 @@ class Without(Engines):
         real = engine.exchange
 
         def exchange(requests: list[Request]) -> Any:
-            return real([o for o in requests if o.client != LIAR])
+            return real([request for request in requests if request.client != LIAR])
 
         engine.exchange = exchange  # type: ignore[method-assign]
         return engine
+
+
+def model_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the model and the server rule's state of a run."""
+    return {name: tensor for name, tensor in tensors_of(folder).items() if name.startswith(("vector", "rule/"))}
 
 
 def test_a_run_with_a_lying_node_ends_as_without_it(tmp_path: Path) -> None:
@@ -147,15 +155,15 @@ def test_a_run_with_a_lying_node_ends_as_without_it(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, without_pictures():
         patch.setattr(running, "Engines", Without)
         run(tiny(*THREE, "name=there"), tmp_path / "here", console=False)
-    names = ("vector", "rule/")
-    one, two = ({n: t for n, t in tensors_of(f).items() if n.startswith(names)} for f in (folder, tmp_path / "here"))
-    assert same_bits(one, two) and not torch.equal(one["vector"], torch.zeros_like(one["vector"]))
+    there = model_tensors(folder)
+    assert same_bits(there, model_tensors(tmp_path / "here"))
+    assert not torch.equal(there["vector"], torch.zeros_like(there["vector"]))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(LIAR in {drop["client"] for drop in line["dropped"]} for line in lines if line["round"])
 
 
 @pytest.mark.parametrize("bounded", [True, False])
-def test_a_reply_of_300_mb_stays_outside(tmp_path: Path, bounded: bool) -> None:
+def test_a_response_of_300_mb_stays_outside(tmp_path: Path, bounded: bool) -> None:
     """At the port: the server's memory rises by less than twice the stated limit; in the broken variant by more."""
     overrides = ["partition.clients=3", "model.head=random", "rounds.total=8", "engine=reference"]
     federation = local(tmp_path, HOSTILE="node", LARGE="1", **({} if bounded else {"UNBOUNDED": "1"}))
@@ -165,9 +173,12 @@ def test_a_reply_of_300_mb_stays_outside(tmp_path: Path, bounded: bool) -> None:
         for client in range(3):
             federation.start_node(client)
         folder = federation.folder / "large"
-        number, marks = federation.submit(tiny(*overrides, "name=large"), folder), list[float]()
+        number = federation.submit(tiny(*overrides, "name=large"), folder)
+        marks = list[float]()
         until = time.monotonic() + 1800
-        while len(marks) < 2 and time.monotonic() < until:  # from the round before the large reply to the one after it
+        while (
+            len(marks) < 2 and time.monotonic() < until
+        ):  # from the round before the large response to the one after it
             time.sleep(0.2)
             path = folder / "metrics.jsonl"
             rounds = path.read_text().count("\n") - 1 if path.is_file() else 0
@@ -177,11 +188,16 @@ def test_a_reply_of_300_mb_stays_outside(tmp_path: Path, bounded: bool) -> None:
     finally:
         federation.__exit__()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    said = {
-        line["round"]: [drop["reason"] for drop in line.get("dropped", ()) if drop["client"] == LIAR] for line in lines
-    }
-    (reason,), (bomb,) = said[deployed_lies.AT_LARGE + 1], said[deployed_lies.AT_LARGE + 2]
+    reasons = {}
+    for line in lines:
+        reasons[line["round"]] = [drop["reason"] for drop in line.get("dropped", ()) if drop["client"] == LIAR]
+    (reason,) = reasons[deployed_lies.AT_LARGE + 1]
+    (bomb,) = reasons[deployed_lies.AT_LARGE + 2]
     rise = watch.rise(*marks)
-    print(f"rise {rise >> 20} MB of a limit of {LEAST >> 20} MB, reply {HUGE >> 20} MB: {reason}", file=sys.stderr)
-    assert (rise < 2 * LEAST) == bounded
-    assert ("larger than the limit of 64 MB" in reason) == bounded and "shorter than its header says" in bomb
+    print(
+        f"rise {rise >> 20} MB of a limit of {LEAST_RESPONSE_LIMIT >> 20} MB, response {HUGE >> 20} MB: {reason}",
+        file=sys.stderr,
+    )
+    assert (rise < 2 * LEAST_RESPONSE_LIMIT) == bounded
+    assert (response_too_large(LEAST_RESPONSE_LIMIT) in reason) == bounded
+    assert "shorter than its header says" in bomb  # the reason is the product: it names why the client was dropped

@@ -1,7 +1,7 @@
 """Nodes, servers and links killed at every stage of real runs: the run completes, to the same bytes if nobody is lost.
 
-A node halts with the order of a stage in its hands (`deployed_stops`); then it, the server's link or the run's own
-process is killed as in a power cut. Nothing here waits for a time: each step waits for what the one before brings.
+A node halts at the request of a stage (`deployed_stops`); then it, the SuperLink or the run's own process is killed as
+in a power cut. Nothing here waits for a fixed time: each step waits for the effect of the previous one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typer.testing import CliRunner
 from fedgraft.cli.main import app
 from fedgraft.config.load import Config, load
 from fedgraft.core.messages import Request
-from fedgraft.deploy import server as federation_server
+from fedgraft.deploy import coordinator
 from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 ROOT = Path(__file__).parents[2]
 VICTIM = 1
-FIVE = [f"secure.{one} train" for one in ("keys", "shares", "masked", "consistency", "unmask")]
+FIVE = [f"secure.{stage} train" for stage in ("keys", "shares", "masked", "consistency", "unmask")]
 SMALL = [
     "model.name=tiny",
     "data.limit=160",
@@ -50,26 +50,26 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hospitals]:
     pytest.importorskip("flwr", reason="needs the extra 'flower'")
     root = tmp_path_factory.mktemp("kills")
     path = os.pathsep.join([str(ROOT / "tests/support/hostile_site"), str(ROOT / "src"), str(ROOT)])
-    with federated(root, load(None, SMALL), 4, PYTHONPATH=path, STOPS=str(root)) as made:
+    with federated(root, load(None, SMALL), 4, PYTHONPATH=path, STOPS=str(root)) as started:
         for client in range(4):
-            made.start(client)
-        made.online(4)
-        yield made
+            started.start(client)
+        started.online(4)
+        yield started
 
 
-def halt_at(hospitals: Hospitals, what: str) -> None:
-    """From now on the victim halts at its next order of this kind."""
-    (hospitals.root / "new").write_text(json.dumps([VICTIM, what]))
+def halt_at(hospitals: Hospitals, request: str) -> None:
+    """From now on the victim halts at its next request of this kind."""
+    (hospitals.root / "new").write_text(json.dumps([VICTIM, request]))
     (hospitals.root / "new").rename(hospitals.root / "stop")
 
 
-def halted(hospitals: Hospitals, run: int, what: str) -> None:
-    """Wait until it has."""
-    until(lambda: (hospitals.root / "reached").exists() or hospitals.ended(run), f"the run never comes to {what}")
-    assert (hospitals.root / "reached").exists(), (what, hospitals.over(run), hospitals.logs())
+def wait_for_halt(hospitals: Hospitals, run: int, request: str) -> None:
+    """Wait until the victim has halted at this request."""
+    until(lambda: (hospitals.root / "reached").exists() or hospitals.ended(run), f"the run never comes to {request}")
+    assert (hospitals.root / "reached").exists(), (request, hospitals.over(run), hospitals.logs())
 
 
-def go_on(hospitals: Hospitals) -> None:
+def resume_victim(hospitals: Hospitals) -> None:
     (hospitals.root / "reached").unlink()
 
 
@@ -77,14 +77,15 @@ def test_a_node_killed_before_the_first_round_or_at_the_end_is_asked_again(
     hospitals: Hospitals, tmp_path: Path
 ) -> None:
     """Greeting, head initialisation, calibration, evaluation: nothing of the model is lost."""
-    config, folder = load(None, [*PREPARED, "personal.evaluate=end"]), hospitals.root / "node"
+    config = load(None, [*PREPARED, "personal.evaluate=end"])
+    folder = hospitals.root / "node"
     stages = [GREETING, "statistics", "fisher_scores", "evaluate"]
     halt_at(hospitals, stages[0])
     run = hospitals.submit(config, folder)
-    for number, what in enumerate(stages):
-        halted(hospitals, run, what)
+    for number, stage in enumerate(stages):
+        wait_for_halt(hospitals, run, stage)
         hospitals.kill(VICTIM)
-        go_on(hospitals)
+        resume_victim(hospitals)
         if number + 1 < len(stages):
             halt_at(hospitals, stages[number + 1])
         hospitals.start(VICTIM)
@@ -98,30 +99,32 @@ def test_a_node_killed_at_each_stage_of_secure_rounds_is_lost_there_and_comes_ba
 ) -> None:
     """The sums are those over who stayed, to the bit; to be killed at the next stage the node must be there again."""
     more = ["model.head=random", "trainable.kind=everything", "privacy.aggregation=secure", "rounds.total=999"]
-    config, folder = load(None, [*SMALL, *more]), hospitals.root / "stages"
+    config = load(None, [*SMALL, *more])
+    folder = hospitals.root / "stages"
     run = hospitals.submit(config, folder)
-    for what in FIVE:
-        halt_at(hospitals, what)
-        halted(hospitals, run, what)
+    for stage in FIVE:
+        halt_at(hospitals, stage)
+        wait_for_halt(hospitals, run, stage)
         hospitals.kill(VICTIM)
-        go_on(hospitals)
+        resume_victim(hospitals)
         hospitals.start(VICTIM)
     halt_at(hospitals, FIVE[0])  # it takes part once more
-    halted(hospitals, run, FIVE[0])
-    go_on(hospitals)
+    wait_for_halt(hospitals, run, FIVE[0])
+    resume_victim(hospitals)
     assert CliRunner().invoke(app, ["deploy", "stop", str(hospitals.fed.path), "--run"]).exit_code == 0
     until(lambda: interrupted(folder), "the run goes on")
-    lost = {when: re.findall(r"lost at stage '(\w+)'", why) for when, why in missing(folder).items()}
-    assert {stage for found in lost.values() for stage in found} == {what.split()[0].partition(".")[2] for what in FIVE}
+    lost = {when: re.findall(r"lost at stage '(\w+)'", reason) for when, reason in missing(folder).items()}
+    lost_stages = {stage for stages in lost.values() for stage in stages}
+    assert lost_stages == {request.split()[0].partition(".")[2] for request in FIVE}
     assert {client for _, client in lost} == {VICTIM}
 
     def absent(request: Request) -> bool:
         return request.action.partition(".")[2] in lost.get((request.round, request.client), ())
 
-    found = load_latest(folder / "checkpoints")
-    assert found is not None and found.round >= 5
-    assert same(in_one_process(config, tmp_path / "here", absent, found.round), final(folder))
-    assert not same(in_one_process(config, tmp_path / "all", rounds=found.round), final(folder))
+    checkpoint = load_latest(folder / "checkpoints")
+    assert checkpoint is not None and checkpoint.round >= 5
+    assert same(in_one_process(config, tmp_path / "here", absent, checkpoint.round), final(folder))
+    assert not same(in_one_process(config, tmp_path / "all", rounds=checkpoint.round), final(folder))
 
 
 def interrupted(folder: Path) -> bool:
@@ -144,19 +147,19 @@ def test_a_server_killed_at_every_stage_is_resumed_to_the_same_bytes(hospitals: 
     config: Config = load(None, [*PREPARED, "privacy.aggregation=secure", "personal.evaluate=end"])
     folder = hospitals.root / "server"
     before = ["secure.masked statistics", "secure.unmask fisher_scores"]
-    for number, what in enumerate([GREETING, *before, *FIVE, "evaluate"]):
-        halt_at(hospitals, what)
+    for number, stage in enumerate([GREETING, *before, *FIVE, "evaluate"]):
+        halt_at(hospitals, stage)
         run = hospitals.submit(config, folder)
-        halted(hospitals, run, what)
+        wait_for_halt(hospitals, run, stage)
         if number % 2:
             kill_run(hospitals, folder)
             until(lambda run=run: hospitals.ended(run), "the link does not notice that the run is dead")  # type: ignore[misc]
         else:
             kill_link(hospitals)
             until(lambda: interrupted(folder), "the run outlives its server")
-            hospitals.server = federation_server.start_server(hospitals.fed, hospitals.server.port, bound=True)
+            hospitals.server = coordinator.start_server(hospitals.fed, hospitals.server.port, bound=True)
             hospitals.line = None
-        go_on(hospitals)
+        resume_victim(hospitals)
         hospitals.online(4)
     run = hospitals.submit(config, folder)
     assert hospitals.over(run) == ("completed", ""), hospitals.logs()

@@ -46,7 +46,7 @@ CASES = {
     "lora": ["trainable.kind=lora", "trainable.lora.rank=2"],
     "secure": ["privacy.aggregation=secure"],
 }
-AT_ONCE = 3  # as many as a node keeps warm
+AT_ONCE = 3  # as many as a node keeps in memory
 
 
 def config(name: str) -> Config:
@@ -54,11 +54,11 @@ def config(name: str) -> Config:
 
 
 def final(folder: Path) -> dict[str, Tensor]:
-    """What a run leaves: the common vector, personal models, the server rule's state; not the clients' memory."""
-    found = load_latest(folder / "checkpoints")
-    assert found is not None
-    kept = ("vector", "personal/", "rule/", "best/", "head", "edit/")
-    return {name: t for name, t in found.tensors.items() if name.startswith(kept)}
+    """Return a run's results: the common vector, personal models, the server rule's state; not the clients' memory."""
+    checkpoint = load_latest(folder / "checkpoints")
+    assert checkpoint is not None
+    results = ("vector", "personal/", "rule/", "best/", "head", "edit/")
+    return {name: t for name, t in checkpoint.tensors.items() if name.startswith(results)}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,8 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pat
 def test_engines_agree(name: str, deployed: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     run(config(name), tmp_path / "run", console=False)
-    here, there = final(tmp_path / "run"), final(deployed[name])
+    here = final(tmp_path / "run")
+    there = final(deployed[name])
     assert here.keys() == there.keys()
     for key, tensor in here.items():
         assert torch.equal(tensor, there[key]), key
@@ -95,9 +96,9 @@ def start_of(folder: Path) -> Tensor:
 
 
 def test_the_server_never_holds_a_clients_memory(deployed: dict[str, Path]) -> None:
-    found = load_latest(deployed["scaffold"] / "checkpoints")
-    assert found is not None
-    memory = {name: t for name, t in found.tensors.items() if name.startswith("memory/")}
+    checkpoint = load_latest(deployed["scaffold"] / "checkpoints")
+    assert checkpoint is not None
+    memory = {name: t for name, t in checkpoint.tensors.items() if name.startswith("memory/")}
     assert memory and all(name.endswith("/step") and t.numel() == 1 for name, t in memory.items())
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong on real machines: nodes that come late or vanish, a killed server, owners with data of their own.
+"""Faults of real machines: nodes that come late or vanish, a killed server, owners with data of their own.
 
 One SuperLink and three SuperNodes run as processes, over TLS with registered keys, as `fedgraft deploy` starts them;
 the tests of this file share them and go through their lives in order.
@@ -16,16 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tests.support.errors import raises
 from tests.support.hospitals import Hospitals, federated, final, in_one_process, lines, missing, same, until
 from tests.support.tiny import CNN
 from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import Config, load
+from fedgraft.core.messages import Request
 from fedgraft.data.sources import load_dataset
+from fedgraft.deploy import coordinator
 from fedgraft.deploy import folder as federation
-from fedgraft.deploy import server as federation_server
-from fedgraft.deploy.gate import IN_USE
+from fedgraft.deploy.gate import KEY_IN_USE
 from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.folder import RunFolder
 
@@ -52,8 +54,8 @@ SMALL = [
 @pytest.fixture(scope="module")
 def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hospitals]:
     pytest.importorskip("flwr", reason="needs the extra 'flower'")
-    with federated(tmp_path_factory.mktemp("faults"), load(None, SMALL), 3) as made:
-        yield made
+    with federated(tmp_path_factory.mktemp("faults"), load(None, SMALL), 3) as started:
+        yield started
 
 
 @dataclass
@@ -62,8 +64,8 @@ class Story:
 
     config: Config
     folder: Path
-    said: str
-    """What the command said that stopped it."""
+    output: str
+    """The output of the command that stopped it."""
     killed: int
     """The last round on record when node 1 was killed."""
 
@@ -72,7 +74,8 @@ class Story:
 def story(hospitals: Hospitals) -> Story:
     # Two answers are a deployment's own default, and the same run in one process must ask for as many.
     more = ["rounds.total=99", f"rounds.deadline={DEADLINE}", "rounds.minimum_answers=2"]
-    config, folder = load(None, [*SMALL, *more]), hospitals.root / "story"
+    config = load(None, [*SMALL, *more])
+    folder = hospitals.root / "story"
     hospitals.start(0)
     hospitals.start(1)
     hospitals.online(2)
@@ -86,8 +89,8 @@ def story(hospitals: Hospitals) -> Story:
 
     def seen() -> bool:
         """Node 2 has taken part, and node 1 was missed by two rounds since."""
-        after = [{one["client"] for one in line["dropped"]} for line in lines(folder)[killed:]]
-        return any(2 not in who for who in after) and sum(1 in who for who in after) > 1
+        dropped = [{drop["client"] for drop in line["dropped"]} for line in lines(folder)[killed:]]
+        return any(2 not in clients for clients in dropped) and sum(1 in clients for clients in dropped) > 1
 
     until(lambda: seen() or hospitals.ended(number), "node 2 does not take part")
     assert seen(), (hospitals.over(number), hospitals.logs())
@@ -99,7 +102,8 @@ def story(hospitals: Hospitals) -> Story:
 
 @pytest.mark.deploy
 def test_a_node_that_comes_late_takes_part_from_then_on(story: Story) -> None:
-    absent, log = missing(story.folder), (story.folder / "log.txt").read_text()
+    absent = missing(story.folder)
+    log = (story.folder / "log.txt").read_text()
     assert absent[0, 2] == "no node serves it at present"
     first = min(r for r in range(len(lines(story.folder))) if (r, 2) not in absent)
     assert all((r, 2) in absent for r in range(first))
@@ -107,14 +111,14 @@ def test_a_node_that_comes_late_takes_part_from_then_on(story: Story) -> None:
 
 
 @pytest.mark.deploy
-def test_a_run_that_was_stopped_says_how_to_go_on(story: Story) -> None:
-    assert "is stopped" in story.said and f"--folder {story.folder} --resume" in story.said
+def test_stopping_a_run_prints_how_to_continue_it(story: Story) -> None:
+    assert f"--folder {story.folder} --resume" in story.output  # the command is the product
 
 
 @pytest.mark.deploy
 def test_a_node_that_vanishes_in_a_round_is_missing_by_name_and_the_run_goes_on(story: Story) -> None:
     """One of three nodes is silent: the round ends at its deadline, with the result over those who answered."""
-    absent = {when: why for when, why in missing(story.folder).items() if when[1] == 1}
+    absent = {when: reason for when, reason in missing(story.folder).items() if when[1] == 1}
     gone = [when[0] for when in absent if when[0] >= story.killed]
     assert gone[0] <= story.killed + 1 and len(gone) > 1
     assert absent[gone[0], 1] == f"no answer within {DEADLINE} s"
@@ -126,21 +130,25 @@ def test_a_node_that_vanishes_in_a_round_is_missing_by_name_and_the_run_goes_on(
 
 @pytest.mark.deploy
 def test_the_result_is_that_of_the_responders_bit_for_bit(story: Story, tmp_path: Path) -> None:
-    absent, found = missing(story.folder), load_latest(story.folder / "checkpoints")
-    gone = lambda order: (order.round, order.client) in absent  # noqa: E731
-    assert found is not None and found.round > story.killed
+    absent = missing(story.folder)
+    checkpoint = load_latest(story.folder / "checkpoints")
+    assert checkpoint is not None and checkpoint.round > story.killed
     there = final(story.folder)
-    assert same(in_one_process(story.config, tmp_path / "here", gone, found.round), there)
-    everyone = in_one_process(story.config, tmp_path / "everyone", rounds=found.round)
+
+    def is_absent(request: Request) -> bool:
+        return (request.round, request.client) in absent
+
+    assert same(in_one_process(story.config, tmp_path / "here", is_absent, checkpoint.round), there)
+    everyone = in_one_process(story.config, tmp_path / "everyone", rounds=checkpoint.round)
     assert not same(everyone, there), "the comparison does not notice who was missing"
 
 
 @pytest.mark.deploy
-def test_a_node_that_is_started_again_at_once_waits_and_is_let_in(story: Story, hospitals: Hospitals) -> None:
+def test_a_node_that_is_restarted_at_once_waits_and_is_admitted(story: Story, hospitals: Hospitals) -> None:
     hospitals.online(3)
-    choice, process = hospitals.nodes[1]
+    options, process = hospitals.nodes[1]
     assert process.poll() is None
-    before, _, after = (choice.home / "node.log").read_text().rpartition(IN_USE)
+    before, _, after = options.log.read_text().rpartition(KEY_IN_USE)
     assert "SuperNode ID:" in before and "SuperNode ID:" in after, "the second process did not have to wait"
 
 
@@ -153,7 +161,8 @@ def status(fed: federation.FederationFolder) -> tuple[int, str]:
 def test_a_killed_server_is_started_again_and_the_run_resumed_to_the_same_bytes(
     hospitals: Hospitals, tmp_path: Path
 ) -> None:
-    config, folder = load(None, [*SMALL, "rounds.total=12", "seed=1"]), hospitals.root / "killed"
+    config = load(None, [*SMALL, "rounds.total=12", "seed=1"])
+    folder = hospitals.root / "killed"
     for client in {0, 1, 2} - set(hospitals.nodes):
         hospitals.start(client)
     hospitals.online(3)
@@ -165,18 +174,19 @@ def test_a_killed_server_is_started_again_and_the_run_resumed_to_the_same_bytes(
     code, text = status(hospitals.fed)
     assert "server: not running" in text and f"run {first}: interrupted, round" in text
 
-    again = federation_server.start_server(hospitals.fed, hospitals.server.port, bound=True)
+    again = coordinator.start_server(hospitals.fed, hospitals.server.port, bound=True)
     assert again.address == hospitals.server.address
-    hospitals.server, hospitals.line = again, None
+    hospitals.server = again
+    hospitals.line = None
     code, text = status(hospitals.fed)
-    # Where it takes long, Flower notes first that the run gives no sign of life, and calls it failed.
+    # If it takes long, Flower notices first that the run sends no heartbeat, and reports it as failed.
     assert code == 1 and (f"run {first}: stopped" in text or f"run {first}: failed" in text), text
-    assert (f"the run died: {federation_server.LOST}" in text or "failed" in text) and "--resume" in text
+    assert (f"the run died: {coordinator.SERVER_LOST}" in text or "failed" in text) and "--resume" in text
     hospitals.online(3)  # by themselves
-    overrides = ["deploy", "submit", str(hospitals.fed.path), "--folder", str(folder)]
-    refused = CliRunner().invoke(app, overrides)
-    assert refused.exit_code and "--resume" in str(refused.exception) + refused.output
-    resumed = CliRunner().invoke(app, [*overrides, "--resume"])
+    command = ["deploy", "submit", str(hospitals.fed.path), "--folder", str(folder)]
+    with raises("E-DEPLOY-RUN-UNFINISHED"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
+    resumed = CliRunner().invoke(app, [*command, "--resume"])
     assert resumed.exit_code == 0, resumed.output
     number = int(hospitals.fed.runs()[-1]["id"])
     assert number != first and hospitals.over(number) == ("completed", ""), hospitals.logs()
@@ -212,7 +222,7 @@ def owners(root: Path) -> dict[int, tuple[Path, str]]:
     pq = pytest.importorskip("pyarrow.parquet")
     (root / "ward").mkdir()
     images, labels = digits(1)
-    table = pa.table({"image": [png(one) for one in images], "label": [str(one) for one in labels]})
+    table = pa.table({"image": [png(image) for image in images], "label": [str(label) for label in labels]})
     pq.write_table(table, root / "ward" / "digits.parquet")
     images, labels = digits(2)
     np.savez(root / "ward" / "digits.npz", x_train=images, y_train=labels)

@@ -41,9 +41,9 @@ def vector(root: Path, engine: str, *more: str) -> torch.Tensor:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert RunFolder.open(root / engine).status == "finished"
-    found = load_latest(root / engine / "checkpoints")
-    assert found is not None
-    return found.tensors["vector"]
+    checkpoint = load_latest(root / engine / "checkpoints")
+    assert checkpoint is not None
+    return checkpoint.tensors["vector"]
 
 
 def test_a_simulation_on_ray_ends_in_the_bytes_of_one_process(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The guide of four hospitals, followed word by word: every command of docs/deploy.md, in its order, on one machine.
+"""The guide of four hospitals, followed literally: every command of docs/deploy.md, in its order, on one machine.
 
 Without Flower's processes the files, keys, policies and the rehearsal are done (in the gate); with them all of it.
 """
@@ -28,10 +28,12 @@ class Follower:
     """Follows the page in a folder: nodes and the server run beside it, everything else must end as the page says."""
 
     def __init__(self, place: Path, deployed: bool) -> None:
-        self.place, self.deployed, self.port = place, deployed, str(free_port())
+        self.place = place
+        self.deployed = deployed
+        self.port = str(free_port())
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.ran: list[str] = []
-        self.said = ""
+        self.output = ""
         quiet = {"FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1", "TMPDIR": str(place), "COLUMNS": "200"}
         self.environment = {**os.environ, **quiet, "HF_HUB_OFFLINE": "1"}
 
@@ -49,8 +51,8 @@ class Follower:
                     self.line(line)
 
     def line(self, line: str) -> None:
-        words, _, wanted = line.partition("  # exit code ")
-        called = shlex.split(words.replace("9400", self.port))
+        text, _, exit_code = line.partition("  # exit code ")
+        called = shlex.split(text.replace("9400", self.port))
         if called[:1] != ["fedgraft"] or (not self.deployed and needs_server(called)):
             return
         command = [sys.executable, "-m", "fedgraft", *called[1:]]
@@ -62,28 +64,29 @@ class Follower:
             return
         if called[1:3] == ["deploy", "server"]:
             command.append("--no-wait")
-        self.call(command, int(wanted or 0))
+        self.call(command, int(exit_code or 0))
         if called[1:3] == ["deploy", "status"]:
-            self.until("all four are connected" if "runs: none" in self.said else "the run is over", command)
+            self.wait_for_status(command)
         self.ran.append(" ".join(called[:3]))
 
-    def until(self, what: str, command: list[str]) -> None:
-        """What a reader does with `status`: look again."""
+    def wait_for_status(self, command: list[str]) -> None:
+        """Repeat `status`, as a reader would, until all four nodes are connected or the run has ended."""
+        before_run = "runs: none" in self.output
         for _ in range(200):
-            if "the run is" in what and "running" not in self.said and "starting" not in self.said:
+            if before_run and self.output.count(": connected") == 4:
                 return
-            if "connected" in what and self.said.count(": connected") == 4:
+            if not before_run and "running" not in self.output and "starting" not in self.output:
                 return
             time.sleep(1.5)
             self.call(command, 0)
-        raise AssertionError(f"{what}: never; {self.said}")
+        raise AssertionError(f"the status never changed: {self.output}")
 
     def call(self, command: list[str], code: int) -> None:
         done = subprocess.run(
             command, cwd=self.place, env=self.environment, text=True, capture_output=True, timeout=600, check=False
         )
-        self.said = done.stdout + done.stderr
-        assert done.returncode == code, f"{' '.join(command[2:])[:300]} ended with {done.returncode}: {self.said}"
+        self.output = done.stdout + done.stderr
+        assert done.returncode == code, f"{' '.join(command[2:])[:300]} ended with {done.returncode}: {self.output}"
 
 
 def needs_server(called: list[str]) -> bool:
@@ -93,13 +96,13 @@ def needs_server(called: list[str]) -> bool:
 @pytest.fixture
 def follower(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Follower]:
     pytest.importorskip("cryptography")
-    made = Follower(tmp_path, request.param)
-    yield made
-    for process in made.nodes:
+    started = Follower(tmp_path, request.param)
+    yield started
+    for process in started.nodes:
         process.send_signal(signal.SIGINT)
         process.wait(60)
-    if made.deployed:
-        made.call([sys.executable, "-m", "fedgraft", "deploy", "stop", "fed"], 0)
+    if started.deployed:
+        started.call([sys.executable, "-m", "fedgraft", "deploy", "stop", "fed"], 0)
 
 
 PAGE = (ROOT / "docs" / "deploy.md").read_text().partition("## A rehearsal on one machine")[0]
@@ -111,8 +114,8 @@ PAGE = (ROOT / "docs" / "deploy.md").read_text().partition("## A rehearsal on on
 def test_files_keys_policies_and_the_rehearsal_can_be_followed(follower: Follower) -> None:
     follower.follow(PAGE)
     assert {"fedgraft deploy init", "fedgraft deploy policy", "fedgraft worth rehearsal"} <= set(follower.ran)
-    told = json.loads((follower.place / "rehearsal-without-south-approximate" / "unlearned.json").read_text())
-    assert told["exact"] is False and told["distance"] > 0
+    unlearned = json.loads((follower.place / "rehearsal-without-south-approximate" / "unlearned.json").read_text())
+    assert unlearned["exact"] is False and unlearned["distance"] > 0
     assert len(json.loads((follower.place / "rehearsal/worth/worth.json").read_text())["balanced_accuracy"]) == 4
 
 
@@ -123,14 +126,15 @@ def test_the_whole_guide_can_be_followed(follower: Follower) -> None:
     pytest.importorskip("flwr")
     follower.follow(PAGE.partition("## Step 10")[0])
     assert {f"fedgraft deploy {name}" for name in NEEDS_SERVER} - {"fedgraft deploy node"} <= set(follower.ran)
-    found = json.loads((follower.place / "preflight" / "preflight.json").read_text())
-    assert len(found["sites"]) == 4 and "class_case" not in {one["kind"] for one in found["findings"]}
+    preflight = json.loads((follower.place / "preflight" / "preflight.json").read_text())
+    assert len(preflight["sites"]) == 4
+    assert "class_case" not in {finding["kind"] for finding in preflight["findings"]}
     summary = json.loads((follower.place / "run" / "summary.json").read_text())
-    judged = json.loads((follower.place / "run" / "evaluation.json").read_text())
-    assert judged["clients"] == summary["clients"] and not judged["refused"]  # the same model, asked again
+    evaluation = json.loads((follower.place / "run" / "evaluation.json").read_text())
+    assert evaluation["clients"] == summary["clients"] and not evaluation["refused"]  # the same model, evaluated again
     assert (follower.place / "adapted" / "config.json").is_file()
 
 
 def test_a_command_that_the_page_has_wrong_is_noticed(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="ended with"):
+    with pytest.raises(AssertionError):
         Follower(tmp_path, False).follow("```\nfedgraft deploy keys north\n```")

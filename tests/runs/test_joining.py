@@ -16,8 +16,8 @@ from fedgraft.config.load import Config, from_folder
 from fedgraft.consortium.unlearn import plan, unlearn
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request
+from fedgraft.deploy.coordinator import with_clients
 from fedgraft.deploy.deployed import run_deployed
-from fedgraft.deploy.server import with_clients
 from fedgraft.runs import loop as running
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.loop import run

@@ -12,7 +12,7 @@ from tests.support.toy import CLASSES, Toy
 from fedgraft import algorithms as zoo
 from fedgraft.config.load import load
 from fedgraft.core.messages import Request
-from fedgraft.deploy.keep import noise_key
+from fedgraft.deploy.node_state import noise_key
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity

@@ -27,6 +27,7 @@ from tests.support.tiny import Open
 
 from fedgraft.client.policy import to_toml
 from fedgraft.core.messages import Request, Response, pack, unpack
+from fedgraft.deploy.limits import request_too_large
 
 UNPROTECTED = {"a run without hiding", "a run without noise"}
 RULES: Mapping[str, Mapping[str, dict[str, Any]]] = {
@@ -42,7 +43,7 @@ RULES: Mapping[str, Mapping[str, dict[str, Any]]] = {
     "secure": {"most_clients": {"most_clients": 4}, "cohort": {"cohort": 6}, "threshold": {"threshold": 0.95}},
     "private": {"delta": {"delta": 1e-9}, "noise": {"noise": 2.0}, "ranges.clip": {"ranges": {"clip": (0.0, 0.01)}}},
 }
-"""By protection, policies that the run's own config breaks: not even an honest order is carried out."""
+"""By protection, policies that the run's own config breaks: not even an honest request is carried out."""
 
 
 class Stage:
@@ -54,7 +55,7 @@ class Stage:
         self.config, self.open, self.home = config, Open(config), Path(os.environ["VICTIM_HOME"])
         self.engine = FlowerEngine(FlowerTransport(grid), config.partition.clients, Patience(deadline=120.0))
         (self.home.parent / "policy.toml").write_text(
-            "order_megabytes = 32\n"
+            "request_megabytes = 32\n"
         )  # the policy of another run: no greeting
         until = time.monotonic() + 120
         while VICTIM not in self.engine.registry.nodes and time.monotonic() < until:
@@ -70,10 +71,10 @@ class Stage:
 
     @property
     def run_fingerprint(self) -> str:
-        """What the node was told besides its orders; those who are played here were told the same."""
-        from fedgraft.deploy.node import run_fingerprint_of
+        """What the node knows of the run besides its requests; the clients that are played here know the same."""
+        from fedgraft.deploy.node import fingerprint_of_run
 
-        return run_fingerprint_of(self.config, self.engine.classes, self.engine._opened["bytes"].data)
+        return fingerprint_of_run(self.config, self.engine.classes, self.engine._opened["bytes"].data)
 
 
 class DeployedWorld(World):
@@ -88,7 +89,7 @@ class DeployedWorld(World):
         self.refusals: list[tuple[float, float, int]] = []
         """(from, until, length of the sentence) of every refusal."""
         self.context.replays = opened.setup.backbone_context.replays = True
-        self.policy = replace(policy_of(protection), config=opened.setup.config.fingerprint, order_megabytes=32)
+        self.policy = replace(policy_of(protection), config=opened.setup.config.fingerprint, request_megabytes=32)
         self.allow()
 
     def allow(self, **changes: Any) -> None:
@@ -108,44 +109,44 @@ class DeployedWorld(World):
             finally:
                 self.context = whole
         began = time.monotonic()
-        _, said = self.stage.engine._once([request])[VICTIM]
-        answer = said if isinstance(said, str) else unpack(Response, said)
+        _, received = self.stage.engine._once([request])[VICTIM]
+        answer = received if isinstance(received, str) else unpack(Response, received)
         self.said.append((request.action, request.client, answer))
         if isinstance(answer, str):
             self.refusals.append((began, time.monotonic(), len(answer)))
         return answer
 
 
-def by_the_config(family: str, protection: str, said: str) -> bool:
+def by_the_config(family: str, protection: str, reason: str) -> bool:
     """Whether a rule that the config implies has refused, which a node asks before the owner's: nothing in the clear
     where it hides, nothing but training under differential privacy."""
-    implied = "private" in protection and re.match(r"refused by the rule 'actions': '(?!train')", said) is not None
-    return (implied or (family == "actions" and said.startswith("refused by the rule 'secure'"))) and (
-        said.endswith("; 0 bytes after it")
+    implied = "private" in protection and re.match(r"refused by the rule 'actions': '(?!train')", reason) is not None
+    return (implied or (family == "actions" and reason.startswith("refused by the rule 'secure'"))) and (
+        reason.endswith("; 0 bytes after it")
     )
 
 
 def tell_all(stage: Stage, protection: str, degree: int | None) -> list[dict[str, Any]]:
-    """Every lie that fits this run, the honest order, and policies that its config breaks."""
-    found = []
+    """Every lie that fits this run, the honest request, and policies that its config breaks."""
+    outcomes = []
     for name, lie in LIES.items():
         if protection in lie.where and lie.degree == degree and name not in UNPROTECTED:
             world = DeployedWorld(stage, protection)
-            refused, said = outcome(name, protection, world)
-            refused = refused or by_the_config(lie.family, protection, said)
-            found.append({"name": name, "refused": refused, "said": said, "refusals": world.refusals[-1:]})
-            print(name, refused, said[:200], flush=True)  # into the link's log
+            refused, reason = outcome(name, protection, world)
+            refused = refused or by_the_config(lie.family, protection, reason)
+            outcomes.append({"name": name, "refused": refused, "reason": reason, "refusals": world.refusals[-1:]})
+            print(name, refused, reason[:200], flush=True)  # into the link's log
     for rule, changes in RULES.get(protection, {}).items() if degree is None else ():
         world = DeployedWorld(stage, protection)
         world.allow(**changes)
-        said = world.tell(world.request()) if protection != "secure" else (world.sum(), world.refused())[1]
-        named = str(said).startswith(f"refused by the rule '{rule}'")
-        found.append({"name": f"policy {rule}", "refused": named, "said": str(said), "refusals": world.refusals})
-    return [*found, *large_orders(stage, protection)] if degree is None else found
+        answer = world.tell(world.request()) if protection != "secure" else (world.sum(), world.refused())[1]
+        named = str(answer).startswith(f"refused by the rule '{rule}'")
+        outcomes.append({"name": f"policy {rule}", "refused": named, "reason": str(answer), "refusals": world.refusals})
+    return [*outcomes, *large_requests(stage, protection)] if degree is None else outcomes
 
 
-def large_orders(stage: Stage, protection: str) -> list[dict[str, Any]]:
-    """An honest order for comparison, and two of 300 MB: of noise, and of one piece that stands in it sixty times."""
+def large_requests(stage: Stage, protection: str) -> list[dict[str, Any]]:
+    """An honest request for comparison, and two of 300 MB: of noise, and of one chunk that is repeated sixty times."""
     if protection != "clear":
         return []
     world = DeployedWorld(stage, protection)
@@ -156,19 +157,19 @@ def large_orders(stage: Stage, protection: str) -> list[dict[str, Any]]:
         world.request(auxiliary={"junk": torch.frombuffer(bytearray(os.urandom(HUGE)), dtype=torch.uint8)})
     )
     bomb = world.tell(world.request(auxiliary={"junk": torch.zeros(HUGE, dtype=torch.uint8)}))
-    refused = "larger than the 32 MB" in str(noise) and "shorter than its header says" in str(bomb)
+    refused = request_too_large(32 << 20) in str(noise) and "shorter than its header says" in str(bomb)
     return [
         {
             "name": "honest",
             "refused": isinstance(honest, Response),
-            "said": str(honest)[:80],
+            "reason": str(honest)[:80],
             "refusals": [],
             "bytes": (began, ended, 4 * len(world.toy.state.vector)),
         },
         {
             "name": "300 MB",
             "refused": refused,
-            "said": f"{noise} {bomb}"[:300],
+            "reason": f"{noise} {bomb}"[:300],
             "refusals": [],
             "when": (ended, time.monotonic()),
         },
@@ -182,17 +183,17 @@ def take_server() -> None:
     def hostile(grid: Any, settings: Mapping[str, str], progress: Any = None) -> dict[str, Any]:
         import tests.support.deployed_lies as here
 
-        from fedgraft.deploy.deployed import config_of
+        from fedgraft.deploy.deployed import parse_config
 
         folder = Path(settings["folder"])
         folder.mkdir(parents=True, exist_ok=True)
-        config = config_of(settings["config"])
+        config = parse_config(settings["config"])
         protection, _, degree = config.name.replace("_", "+").partition("-")
-        told = here.tell_all(here.Stage(grid, config), protection, int(degree) if degree else None)
-        (folder / "told.json").write_text(json.dumps(told))
+        outcomes = here.tell_all(here.Stage(grid, config), protection, int(degree) if degree else None)
+        (folder / "outcomes.json").write_text(json.dumps(outcomes))
         return {}
 
-    flower_apps._run = hostile
+    flower_apps._run_task = hostile
 
 
 # ---- a hostile node --------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ TRAINING = [*ANY.values(), *REPLIES["train"].values()]
 EVALUATION = [*REPLIES["evaluate"].values(), *ANY.values()]
 NAMES = [f"train: {n}" for n in (*ANY, *REPLIES["train"])] + [f"evaluate: {n}" for n in (*REPLIES["evaluate"], *ANY)]
 AT_LARGE = 3
-"""The round in which a node told to be large answers with so many bytes of noise; then of one piece many times."""
+"""The round in which a node with LARGE answers with so many bytes of noise; then of one piece many times."""
 
 
 def spoiled(request: Request, response: bytes) -> bytes:
@@ -223,13 +224,13 @@ def take_node() -> None:
     serve = node_link.serve
 
     def lying(address: Path, owner: int, carry_out: Callable[..., Any], **more: Any) -> None:
-        def answer(request: Any) -> Any:
-            found = carry_out(request)
-            if request.client != LIAR or not found.response:
-                return found
-            return replace(found, response=spoiled(unpack(Request, request.request), found.response))
+        def lie(request: Any) -> Any:
+            answer = carry_out(request)
+            if request.client != LIAR or not answer.response:
+                return answer
+            return replace(answer, response=spoiled(unpack(Request, request.request), answer.response))
 
-        serve(address, owner, answer, **more)
+        serve(address, owner, lie, **more)
 
     node_link.serve = lying
 
@@ -257,19 +258,19 @@ class Meter:
             except OSError:  # the server is gone
                 here.close()
                 continue
-            for one, other, note in ((here, there, self._requests()), (there, here, None)):
-                threading.Thread(target=self._carry, args=(one, other, note), daemon=True).start()
+            for source, target, note in ((here, there, self._requests()), (there, here, None)):
+                threading.Thread(target=self._carry, args=(source, target, note), daemon=True).start()
 
     @staticmethod
-    def _carry(one: socket.socket, other: socket.socket, note: Callable[[bytes], None] | None) -> None:
+    def _carry(source: socket.socket, target: socket.socket, note: Callable[[bytes], None] | None) -> None:
         try:
-            while data := one.recv(1 << 16):
+            while data := source.recv(1 << 16):
                 if note:
                     note(data)
-                other.sendall(data)
+                target.sendall(data)
         except OSError:
             pass
-        for each in (one, other):
+        for each in (source, target):
             each.close()
 
     def _requests(self) -> Callable[[bytes], None]:
@@ -290,7 +291,7 @@ class Meter:
         return note
 
     def pushed(self, began: float, ended: float) -> int:
-        """Bytes of messages and objects that went up meanwhile; looking for orders and signs of life are none."""
+        """Bytes of messages and objects that went up meanwhile; polls and heartbeats do not count."""
         return sum(size for when, path, size in self.seen if began <= when <= ended and "push" in path)
 
 
@@ -307,18 +308,18 @@ class Watch:
 
         while not self.over:
             now = time.monotonic()
-            for pid in (self.root, *(one.pid for one in _descendants(self.root))):
+            for pid in (self.root, *(process.pid for process in _descendants(self.root))):
                 self.seen.append((now, pid, _resident(pid)))
             time.sleep(0.1)
 
     def rise(self, began: float, ended: float) -> int:
         """How far the process that grew most did so in this time."""
-        found = {}
+        rises = {}
         for pid in {pid for _, pid, _ in self.seen}:
-            mine = [(when, size) for when, one, size in self.seen if one == pid]
+            mine = [(when, size) for when, owner, size in self.seen if owner == pid]
             before = [size for when, size in mine if when <= began][-1:] or [size for _, size in mine][:1]
-            found[pid] = max([size for when, size in mine if began <= when <= ended + 1], default=0) - before[0]
-        return max(found.values(), default=0)
+            rises[pid] = max([size for when, size in mine if began <= when <= ended + 1], default=0) - before[0]
+        return max(rises.values(), default=0)
 
 
 def _resident(pid: int) -> int:

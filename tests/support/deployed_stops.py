@@ -1,7 +1,7 @@
-"""Halts a real node with a chosen order in its hands, so that somebody can be killed at that very stage.
+"""Halts a real node at a chosen request, so that a process can be killed at that very stage.
 
-Tests write what they wait for into `stop` of the folder that STOPS names; the node's worker that is asked for it makes
-it `reached`, and goes on when that is gone. A halted worker whose node is dead dies too, as in a power cut.
+Tests write the request into `stop` of the folder that STOPS names; the node's worker that receives it renames the file
+to `reached`, and continues when that is gone. A halted worker whose node is dead dies too, as in a power cut.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fedgraft.core.messages import Request, unpack
 GREETING = "greeting"
 
 
-def asked_for(worker_request: Any) -> str:
-    """What a request is about: a greeting, or an action and what it sums."""
+def describe(worker_request: Any) -> str:
+    """Return what a request is about: a greeting, or an action and what it sums."""
     if not worker_request.request:
         return GREETING
     request = unpack(Request, worker_request.request)
@@ -27,16 +27,18 @@ def asked_for(worker_request: Any) -> str:
 
 
 def take_node() -> None:
-    """Let this worker halt where it is told to."""
+    """Let this worker halt at the chosen request."""
     from fedgraft.engines.flower import node_link
 
-    serve, folder = node_link.serve, Path(os.environ["STOPS"])
+    serve = node_link.serve
+    folder = Path(os.environ["STOPS"])
 
     def halting(address: Path, owner: int, carry_out: Callable[[Any], Any], **more: Any) -> None:
         def answer(request: Any) -> Any:
-            stop, reached = folder / "stop", folder / "reached"
-            wanted = json.loads(stop.read_text()) if stop.exists() else None
-            if wanted == [request.client, asked_for(request)]:
+            stop = folder / "stop"
+            reached = folder / "reached"
+            chosen = json.loads(stop.read_text()) if stop.exists() else None
+            if chosen == [request.client, describe(request)]:
                 stop.rename(reached)
                 while reached.exists() and node_link._alive(owner):
                     time.sleep(0.05)

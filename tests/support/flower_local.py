@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fedgraft.config.load import Config, to_toml
 from fedgraft.deploy.app import app_files
-from fedgraft.deploy.process import gate
+from fedgraft.deploy.process import gate_command
 
 
 def free_port() -> int:
@@ -28,10 +28,11 @@ class LocalFederation:
     """SuperLink and SuperNodes in a scratch folder; everything that was started is ended, with this process at last."""
 
     def __init__(self, folder: Path, nodes: int = 3, cache: Path | None = None, **more: str) -> None:
-        self.folder, self.port = folder, free_port()
+        self.folder = folder
+        self.port = free_port()
         (folder / "home").mkdir(parents=True, exist_ok=True)
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_")}
-        self.environment = kept | {
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
+        self.environment = inherited | {
             "FLWR_HOME": str(folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -50,7 +51,7 @@ class LocalFederation:
     def spawn(self, name: str, *overrides: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                gate(overrides[0], overrides[1:]),
+                gate_command(overrides[0], overrides[1:]),
                 env=self.environment | {"FEDGRAFT_LIVES_WITH": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

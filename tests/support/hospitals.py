@@ -20,12 +20,12 @@ import torch
 
 from fedgraft.config.load import Config, to_toml
 from fedgraft.core.messages import Request
+from fedgraft.deploy import coordinator
 from fedgraft.deploy import folder as federation
 from fedgraft.deploy import process as federation_process
-from fedgraft.deploy import server as federation_server
 from fedgraft.deploy.control import Control
 from fedgraft.deploy.keys import make_node_key
-from fedgraft.deploy.run_node import NodeChoice, why_ended
+from fedgraft.deploy.run_node import NodeOptions, node_failure
 from fedgraft.runs import loop as running
 from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.engines import Engines
@@ -34,13 +34,13 @@ from fedgraft.runs.loop import run
 SECONDS = 600.0  # a loaded machine is slow; an idle one needs a thirtieth
 
 
-def until(what: Callable[[], Any], why: str) -> Any:
-    """Wait for something to become true and return it."""
-    end = time.monotonic() + SECONDS
-    while not (found := what()):
-        assert time.monotonic() < end, why
-        time.sleep(0.3)  # each look at a server costs it work that it has for others
-    return found
+def until(condition: Callable[[], Any], failure: str) -> Any:
+    """Wait until a condition holds and return its value."""
+    deadline = time.monotonic() + SECONDS
+    while not (value := condition()):
+        assert time.monotonic() < deadline, failure
+        time.sleep(0.3)  # each query costs the server time that others need
+    return value
 
 
 @dataclass
@@ -49,15 +49,15 @@ class Hospitals:
 
     root: Path
     fed: federation.FederationFolder
-    server: federation_process.Server
-    nodes: dict[int, tuple[NodeChoice, subprocess.Popen[bytes]]] = field(default_factory=dict)
+    server: federation_process.ServerProcess
+    nodes: dict[int, tuple[NodeOptions, subprocess.Popen[bytes]]] = field(default_factory=dict)
     line: Control | None = None
 
     def start(self, client: int, data: Path | None = None, source: str | None = None) -> None:
         key = self.root / f"node-{client}" / f"node-{client}.key"
-        choice = NodeChoice(self.server.address, self.fed.authority, key, client, data, source)
-        choice.check()
-        self.nodes[client] = choice, choice.start()
+        options = NodeOptions(self.server.address, self.fed.authority, key, client, data, source)
+        options.check()
+        self.nodes[client] = options, options.start()
 
     def kill(self, client: int) -> None:
         """The node and all it started are gone at once, as in a power cut."""
@@ -73,34 +73,34 @@ class Hospitals:
             try:
                 process.wait(20)  # a second signal would cut the goodbye short
             except subprocess.TimeoutExpired:
-                federation_process.end(federation_process.known(process))
+                federation_process.end_process(federation_process.process_id(process))
                 process.wait()
         self.nodes.clear()
 
     def online(self, count: int) -> None:
         def there() -> bool:
-            for choice, process in self.nodes.values():
-                assert process.poll() is None, why_ended((choice.home / "node.log").read_text(), choice)
+            for options, process in self.nodes.values():
+                assert process.poll() is None, str(node_failure(options.log.read_text(), options))
             return sum(node.online for node in self.control().nodes()) >= count
 
         until(there, f"{count} nodes are not connected")
 
     def submit(self, config: Config, folder: Path, **more: Any) -> int:
         (self.fed.path / "config.toml").write_text(to_toml(config))
-        return federation_server.submit(self.fed, folder, **more)
+        return coordinator.submit_run(self.fed, folder, **more)
 
     def over(self, number: int) -> tuple[str, str]:
         until(lambda: self.ended(number), "the run does not end")
-        state, reason = federation_server.state_of(self.fed, number)
+        state, reason = coordinator.run_state(self.fed, number)
         return state.status, reason
 
     def ended(self, number: int) -> bool:
         return self.control().run(number).over
 
     def control(self) -> Control:
-        """The line to the present server; a new one for every question would cost more than the question."""
+        """Return the connection to the present server; a new one for every query would cost more than the query."""
         if self.line is None:
-            self.line = federation_server.control_of(self.fed)
+            self.line = coordinator.connect_control(self.fed)
         return self.line
 
     def logs(self) -> str:
@@ -109,10 +109,10 @@ class Hospitals:
 
 
 def cut_power(pid: int) -> None:
-    family = federation_process._descendants(pid)
+    """Kill a process and its descendants at once."""
+    descendants = federation_process._descendants(pid)
     os.kill(pid, signal.SIGKILL)
-    for one in family:
-        federation_process._signal(one, signal.SIGKILL)
+    federation_process._signal_all(descendants, signal.SIGKILL)
 
 
 @contextmanager
@@ -123,40 +123,42 @@ def federated(root: Path, config: Config, count: int, **settings: str) -> Iterat
         for name, value in {**homes, **settings}.items():
             patch.setenv(name, value)
         names = [f"node-{k}" for k in range(count)]
-        fed = federation.create(root / "fed", config, names, "127.0.0.1")
+        fed = federation.create_federation(root / "fed", config, names, "127.0.0.1")
         for name in names:
             fed.register(name, make_node_key(root / name, name)[1])
-        made = Hospitals(root, fed, federation_server.start_server(fed, bound=True))
+        hospitals = Hospitals(root, fed, coordinator.start_server(fed, bound=True))
         try:
-            yield made
+            yield hospitals
         finally:
-            made.end()
-            federation_server.stop_server(fed)
+            hospitals.end()
+            coordinator.stop_server(fed)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in federation.rounds_of(folder) if line["round"]]  # without the start
+    return [line for line in federation.read_rounds(folder) if line["round"]]  # without the start
 
 
 def missing(folder: Path) -> dict[tuple[int, int], str]:
     """Who was missing when, and why, from the run's record; rounds count from 0."""
-    return {(line["round"] - 1, one["client"]): one["reason"] for line in lines(folder) for one in line["dropped"]}
+    return {(line["round"] - 1, drop["client"]): drop["reason"] for line in lines(folder) for drop in line["dropped"]}
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
-    found = load_latest(folder / "checkpoints")
-    assert found is not None
-    return {name: t for name, t in found.tensors.items() if name.startswith(("vector", "rule/"))}
+    checkpoint = load_latest(folder / "checkpoints")
+    assert checkpoint is not None
+    return {name: t for name, t in checkpoint.tensors.items() if name.startswith(("vector", "rule/"))}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+def same(tensors: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    if tensors.keys() != other.keys():
+        return False
+    return all(torch.equal(tensor, other[name]) for name, tensor in tensors.items())
 
 
 def in_one_process(
     config: Config, folder: Path, absent: Callable[[Request], bool] = lambda request: False, rounds: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """The same run in this process, in which nobody answers the orders that `absent` names; it may end early."""
+    """The same run in this process, in which nobody answers the requests that `absent` names; it may end early."""
 
     class Partly(Engines):
         def training(self, *parts: Any) -> Any:
@@ -166,7 +168,7 @@ def in_one_process(
             def exchange(requests: Sequence[Request]) -> Any:
                 if requests[0].round == rounds:
                     raise KeyboardInterrupt
-                return real([o for o in requests if not absent(o)])
+                return real([request for request in requests if not absent(request)])
 
             engine.exchange = exchange  # type: ignore[method-assign]
             return engine

@@ -491,7 +491,7 @@ def outcome(name: str, protection: str, world: World | None = None) -> tuple[boo
 
 def as_plan(nodes: Any, run: str) -> dict[str, torch.Tensor]:
     """The plan of round 0 over two of three clients, as a server would make it for a node's open run."""
-    (node,) = nodes.nodes.values()
+    (node,) = nodes.runs.values()
     context, algorithm = node.opened.context, node.setup.algorithm
     segments = secure_segments(algorithm, context.sent, context.space.trained, {})
     return {"plan": as_tensor(Plan(run, 0, (0, 1), segments).to_bytes())}

@@ -1,4 +1,4 @@
-"""A node whose finished answer is lost between its process and the node, as told by the file that LOSES names."""
+"""A node whose finished answer is lost between its process and the node, if the file that LOSES names exists."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ def take_helper() -> None:
     """The processes of this helper lose one answer for each time that the file appears: the second half of it."""
     from flwr.supernode.runtime import run_clientapp
 
-    push, told = run_clientapp.push_message, Path(os.environ["LOSES"])
+    push = run_clientapp.push_message
+    trigger = Path(os.environ["LOSES"])
 
     def losing(client: Any, message: Any, context: Any) -> None:
-        if message.metadata.message_type.startswith("train") and told.exists():
-            half = told.read_text() == "half"
-            told.unlink()
+        if message.metadata.message_type.startswith("train") and trigger.exists():
+            half = trigger.read_text() == "half"
+            trigger.unlink()
             if half:
                 run_clientapp.push_objects = _broken
                 push(client, message, context)
@@ -34,4 +35,4 @@ def take_guard() -> None:
     """The broken variant: this node waits for its answer as Flower's own does."""
     from fedgraft.deploy import inflight
 
-    setattr(inflight, "answering", lambda push, rest: push)  # noqa: B010  # a typed name, and another one for it
+    setattr(inflight, "push_or_give_up", lambda push, sleep: push)  # noqa: B010  # a function of another type

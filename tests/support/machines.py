@@ -1,8 +1,9 @@
-"""Nodes with keys in this process, asked as the Flower engine asks them over the network."""
+"""Nodes with keys in this process, which get requests as the Flower engine sends them over the network."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,17 @@ from fedgraft.config.load import Config, to_toml
 from fedgraft.core.messages import Request, pack
 from fedgraft.deploy import audit
 from fedgraft.deploy.keys import make_node_key
-from fedgraft.deploy.node import Nodes
-from fedgraft.deploy.process import KEEPS
+from fedgraft.deploy.node import NodeWorker
+from fedgraft.deploy.process import NODE_STATE_VARIABLE
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
+
+
+def refused_rule(reason: object) -> str:
+    """Return the name of the rule in the public reason of a refusal; empty if it is none."""
+    match = re.match(r"refused by the rule '([^']+)'", str(reason))
+    if match is None:
+        return ""
+    return match[1]
 
 
 class Machines:
@@ -26,12 +35,19 @@ class Machines:
 
     def __init__(self, config: Config, folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
         self.memory: dict[int, Any] = {}
-        self.limit, self.classes, self.patch, self.root = 0, (), monkeypatch, root
-        self.nodes = [Nodes() for _ in range(config.partition.clients)]
-        data, text = more.pop("data", [""] * len(self.nodes)), to_toml(config)
+        self.limit = 0
+        self.classes = ()
+        self.patch = monkeypatch
+        self.root = root
+        self.nodes = [NodeWorker() for _ in range(config.partition.clients)]
+        data = more.pop("data", [""] * len(self.nodes))
+        text = to_toml(config)
         self.requests = [WorkerRequest(text, str(folder), k, 1, data=data[k], **more) for k in range(len(self.nodes))]
         self.registry = SimpleNamespace(facts={}, need_images=lambda: None, leave_out=lambda rule: None)
-        self.digest, self.opened, self.sent, self.received = "", b"", 0, 0
+        self.digest = ""
+        self.opened = b""
+        self.sent = 0
+        self.received = 0
         self.die_at: tuple[str, int] | None = None
         for k in range(len(self.nodes)):
             if not self.home(k).with_suffix(".key").exists():
@@ -41,7 +57,7 @@ class Machines:
         return self.root / str(client) / "node.home"
 
     def ask(self, client: int, request: WorkerRequest) -> WorkerResponse:
-        self.patch.setenv(KEEPS, str(self.home(client)))
+        self.patch.setenv(NODE_STATE_VARIABLE, str(self.home(client)))
         self.patch.setenv("FEDGRAFT_NODE_HOME", str(self.root / str(client) / "memory"))
         return self.nodes[client].carry_out(request)
 
@@ -78,4 +94,4 @@ class Machines:
         return k, answer.error or answer.response
 
     def log(self, client: int) -> list[dict[str, Any]]:
-        return list(audit.entries(self.home(client) / "audit.jsonl"))
+        return list(audit.read_entries(self.home(client) / "audit.jsonl"))

@@ -31,17 +31,17 @@ def preflight(
     """Coordinator: check every site's data before training, from sums; exit code 1 if there are errors."""
     from fedgraft.consortium.site_faults import findings
     from fedgraft.deploy import preflight as query
+    from fedgraft.deploy.coordinator import run_task
     from fedgraft.deploy.folder import open_federation
-    from fedgraft.deploy.server import ask
 
     federation = open_federation(fed)
     if class_map is not None:
         _save_class_map(federation, class_map)
     with phase("nodes inspect their images"):
-        ask(federation, federation.path / "preflight", wait, task=query.ACTION)
-    answers = json.loads((federation.path / "preflight" / "told.json").read_text())
-    query.check_told(answers)
-    sites, shared = query.named(answers, federation.names)
+        run_task(federation, federation.path / "preflight", wait, task=query.ACTION)
+    answers = json.loads((federation.path / "preflight" / query.ANSWERS_FILE).read_text())
+    query.check_answers(answers)
+    sites, shared = query.with_node_names(answers, federation.names)
     problems = findings(sites, federation.config.data.image_size, shared)
     show_preflight(out, sites, [*problems, *_missing_answers(answers, federation.names)])
 
@@ -81,8 +81,8 @@ def evaluate(
     from fedgraft.config.load import to_toml
     from fedgraft.core.errors import FedgraftError
     from fedgraft.deploy import evaluate as query
+    from fedgraft.deploy.coordinator import run_task
     from fedgraft.deploy.folder import open_federation
-    from fedgraft.deploy.server import ask
     from fedgraft.metrics.names import METRIC_NAMES
 
     federation = open_federation(fed)
@@ -94,13 +94,13 @@ def evaluate(
                 f"choose from {', '.join(METRIC_NAMES)}",
                 metric=name,
             )
-    question = query.question(federation.config, model, federation.path / "evaluations" / model.resolve().name)
-    typer.echo(f"config of the request: {question.config.fingerprint}")
-    typer.echo("a node with a policy answers if that agrees to this config and allows the action evaluate")
-    settings = {"config": to_toml(question.config), "model": str(model.absolute()), "metrics": metrics}
+    plan = query.plan_evaluation(federation.config, model, federation.path / "evaluations" / model.resolve().name)
+    typer.echo(f"config of the request: {plan.config.fingerprint}")
+    typer.echo("a node with a policy answers if its policy agrees to this config and allows the action evaluate")
+    settings = {"config": to_toml(plan.config), "model": str(model.absolute()), "metrics": metrics}
     with phase("nodes evaluate the model"):
-        ask(federation, question.folder, wait, task="evaluate", **settings)
-    result = json.loads((question.folder / "evaluation.json").read_text())
+        run_task(federation, plan.folder, wait, task="evaluate", **settings)
+    result = json.loads((plan.folder / "evaluation.json").read_text())
     for number, reason in result["refused"].items():
         typer.echo(f"{federation.names[int(number)]} did not answer: {reason}", err=True)
     if not result["clients"]:
@@ -109,8 +109,8 @@ def evaluate(
             "no node answered the request to evaluate the model",
             "ask the owners to allow the action 'evaluate' and this config",
         )
-    lines = query.lines(result, federation.names)
-    (question.folder / "evaluation.md").write_text("\n".join(lines) + "\n")
+    lines = query.markdown_table(result, federation.names)
+    (plan.folder / "evaluation.md").write_text("\n".join(lines) + "\n")
     for line in lines:
         typer.echo(line)
-    typer.echo(f"written: {question.folder / 'evaluation.json'}")
+    typer.echo(f"written: {plan.folder / 'evaluation.json'}")

@@ -12,7 +12,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 
 if TYPE_CHECKING:
-    from fedgraft.deploy.control import Node
+    from fedgraft.deploy.control import RegisteredNode
     from fedgraft.deploy.folder import FederationFolder
 
 Fed = Annotated[Path, typer.Argument(metavar="FED", help="the federation's folder, made by `deploy init`")]
@@ -26,12 +26,12 @@ def init(
     host: Annotated[str, typer.Option("--host", help="name or IP by which nodes reach this machine")] = "127.0.0.1",
 ) -> None:
     """Coordinator: create a new federation: its config, certificates and Flower app."""
-    from fedgraft.deploy.folder import create
-    from fedgraft.deploy.server import with_clients
+    from fedgraft.deploy.coordinator import with_clients
+    from fedgraft.deploy.folder import create_federation
 
     node_names = _node_names(nodes, names)
     config = with_clients(config_of(overrides), len(node_names), node_names)
-    federation = create(folder, config, node_names, host)
+    federation = create_federation(folder, config, node_names, host)
     typer.echo(f"written: {folder}, a federation of {len(node_names)} nodes with the server at {host}")
     typer.echo(f"1. send to every node, over a channel you trust: {folder / 'certificates' / 'ca.crt'}")
     typer.echo("2. every node makes its key (fedgraft deploy key NAME) and sends you NAME.pub; register each:")
@@ -66,16 +66,16 @@ def register(
     public_key: Annotated[Path, typer.Argument(metavar="KEY.pub", help="the public key it sent")],
 ) -> None:
     """Coordinator: admit the owner of a key, at once if the server is running."""
+    from fedgraft.deploy.coordinator import running_server, synchronize_keys
     from fedgraft.deploy.folder import open_federation
-    from fedgraft.deploy.keys import fingerprint
-    from fedgraft.deploy.server import admit, server_of
+    from fedgraft.deploy.keys import key_fingerprint
 
     federation = open_federation(fed)
     federation.register(name, public_key)
-    if server_of(federation) is not None:
-        admit(federation)
+    if running_server(federation) is not None:
+        synchronize_keys(federation)
     number = federation.names.index(name)
-    typer.echo(f"registered {name}: client {number}, fingerprint {fingerprint(public_key)}")
+    typer.echo(f"registered {name}: client {number}, fingerprint {key_fingerprint(public_key)}")
 
 
 def server(
@@ -85,8 +85,8 @@ def server(
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="wait until every node is connected")] = True,
 ) -> None:
     """Coordinator: start the server in the background and show who connects. Ctrl-C leaves it running."""
+    from fedgraft.deploy.coordinator import start_server
     from fedgraft.deploy.folder import open_federation
-    from fedgraft.deploy.server import start_server
 
     federation = open_federation(fed)
     with phase("starting the server"):
@@ -110,11 +110,11 @@ def _wait_for_nodes(federation: FederationFolder) -> None:
     """Print who connects and disconnects until all nodes are connected."""
     import time
 
-    from fedgraft.deploy.server import control_of
+    from fedgraft.deploy.coordinator import connect_control
 
     typer.echo("waiting for the nodes; Ctrl-C stops the waiting, not the server")
     connected: set[str] = set()
-    with control_of(federation) as control:
+    with connect_control(federation) as control:
         while len(connected) < len(federation.names):
             online = {node.name for node in control.nodes() if node.online}
             for name in sorted(online - connected):
@@ -141,21 +141,21 @@ def submit(
     ] = None,
 ) -> None:
     """Coordinator: start the run on the connected nodes, and return."""
-    from fedgraft.deploy import server as federation_server
+    from fedgraft.deploy.coordinator import connect_control, resolve_run_folder, submit_run
     from fedgraft.deploy.folder import open_federation
 
     federation = open_federation(fed)
-    path = federation_server.run_folder(federation, folder, resume)
-    with phase("querying the server"), federation_server.control_of(federation) as control:
+    path = resolve_run_folder(federation, folder, resume)
+    with phase("querying the server"), connect_control(federation) as control:
         nodes = control.nodes()
     _name_missing(federation, nodes)
     with phase("starting the run"):
-        run = federation_server.submit(federation, path, server_data, wait)
+        run = submit_run(federation, path, server_data, wait)
     typer.echo(f"run {run} started; it writes to {path}")
     typer.echo(f"its status: fedgraft deploy status {fed}   live: fedgraft watch {path}")
 
 
-def _name_missing(federation: FederationFolder, nodes: list[Node]) -> None:
+def _name_missing(federation: FederationFolder, nodes: list[RegisteredNode]) -> None:
     """Warn of nodes that are not connected, if some are."""
     online = {node.name for node in nodes if node.online}
     missing = [name for name in federation.names if name not in online]
@@ -165,25 +165,25 @@ def _name_missing(federation: FederationFolder, nodes: list[Node]) -> None:
 
 def status(fed: Fed) -> None:
     """Coordinator: show the latest run and whose updates are in which rounds. Exit code 1: the run died."""
+    from fedgraft.deploy.coordinator import connect_control, run_state, running_server
     from fedgraft.deploy.folder import open_federation
-    from fedgraft.deploy.server import control_of, server_of, state_of
     from fedgraft.report.run_record import present
 
     federation = open_federation(fed)
-    running = server_of(federation)
+    running = running_server(federation)
     if running is None:
         typer.echo(f"server: not running; start it with: fedgraft deploy server {fed}")
         _print_last_run(federation)
         return
     typer.echo(f"server: {federation.host}:{running.port}, process {running.pid}")
-    with phase("querying the server"), control_of(federation) as control:
+    with phase("querying the server"), connect_control(federation) as control:
         nodes = control.nodes()
         runs = control.runs()
     _print_nodes(federation, nodes)
     if not runs:
         typer.echo(f"runs: none; start one with: fedgraft deploy submit {fed}")
         return
-    state, reason = state_of(federation, runs[0].id)
+    state, reason = run_state(federation, runs[0].id)
     folder = _folder_of(federation, state.id)
     typer.echo(f"run {state.id}: {state.status}{_describe_rounds(federation, folder)}")
     _print_contributions(federation, folder)
@@ -198,7 +198,7 @@ def status(fed: Fed) -> None:
         raise typer.Exit(1)
 
 
-def _print_nodes(federation: FederationFolder, nodes: list[Node]) -> None:
+def _print_nodes(federation: FederationFolder, nodes: list[RegisteredNode]) -> None:
     """Print whether each node is connected."""
     by_name = {node.name: node for node in nodes}
     for number, name in enumerate(federation.names):
@@ -221,12 +221,12 @@ def _folder_of(federation: FederationFolder, run: int) -> Path | None:
 
 def _describe_rounds(federation: FederationFolder, folder: Path | None) -> str:
     """Return the last round of a run and its validation accuracy, from the run's own record."""
-    from fedgraft.deploy.folder import rounds_of
+    from fedgraft.deploy.folder import read_rounds
 
     if folder is None:
         return ""
     text = ""
-    lines = rounds_of(folder)
+    lines = read_rounds(folder)
     if lines:
         text += f", round {lines[-1]['round']} of {federation.config.rounds.total}"
     accuracies = [line["accuracy"] for line in lines if line.get("accuracy") is not None]
@@ -237,14 +237,14 @@ def _describe_rounds(federation: FederationFolder, folder: Path | None) -> str:
 
 def _print_contributions(federation: FederationFolder, folder: Path | None) -> None:
     """Print who took part in which rounds, from the run's own record; a connected node need not take part."""
-    from fedgraft.deploy.folder import contributions, rounds_of
+    from fedgraft.deploy.folder import describe_contributions, read_rounds
 
     lines: list[dict[str, Any]] = []
     if folder is not None:
-        lines = [line for line in rounds_of(folder) if line["round"]]
+        lines = [line for line in read_rounds(folder) if line["round"]]
     if not lines:
         return
-    rounds = contributions(lines)
+    rounds = describe_contributions(lines)
     if rounds is None:
         typer.echo("contributions: not recorded, because differential privacy covers who took part")
         return
@@ -270,12 +270,12 @@ def stop(
     run: Annotated[bool, typer.Option("--run", help="end only the latest run; the server keeps running")] = False,
 ) -> None:
     """Coordinator: stop this federation's server and its run, and nothing else. Nodes wait for the next start."""
+    from fedgraft.deploy.coordinator import connect_control, running_server, stop_server
     from fedgraft.deploy.folder import open_federation
-    from fedgraft.deploy.server import control_of, server_of, stop_server
 
     federation = open_federation(fed)
-    if server_of(federation) is not None:
-        with control_of(federation) as control:
+    if running_server(federation) is not None:
+        with connect_control(federation) as control:
             for state in control.runs():
                 if state.over:
                     continue

@@ -16,10 +16,10 @@ def key(
     folder: Annotated[Path, typer.Option("--folder", "-o", help="folder of the two files")] = Path(),
 ) -> None:
     """Node: make this node's key pair. NAME.key never leaves this machine; NAME.pub goes to the coordinator."""
-    from fedgraft.deploy.folder import NAME
-    from fedgraft.deploy.keys import fingerprint, make_node_key
+    from fedgraft.deploy.folder import NODE_NAME
+    from fedgraft.deploy.keys import key_fingerprint, make_node_key
 
-    if not NAME.fullmatch(name):
+    if not NODE_NAME.fullmatch(name):
         raise FedgraftError(
             "E-CLI-NODE-NAME",
             f"{name!r} cannot be the name of a node",
@@ -29,7 +29,7 @@ def key(
     private, public = make_node_key(folder, name)
     typer.echo(f"{private}  the private key: keep it here, and never send it to anyone")
     typer.echo(f"{public}  the public key: send it to the coordinator")
-    typer.echo(f"fingerprint {fingerprint(public)}  (read it out to the coordinator, who compares)")
+    typer.echo(f"fingerprint {key_fingerprint(public)}  (read it out to the coordinator, who compares)")
 
 
 def node(
@@ -41,11 +41,11 @@ def node(
     source: Annotated[str | None, typer.Option("--source", help="format of --data: folder, parquet or npz")] = None,
 ) -> None:
     """Node: connect to the server and answer its requests until Ctrl-C."""
-    from fedgraft.deploy.run_node import NodeChoice, run_node
+    from fedgraft.deploy.run_node import NodeOptions, run_node
 
     install_signal_handlers()
     try:
-        run_node(NodeChoice(superlink, ca, key, id, data, source), typer.echo)
+        run_node(NodeOptions(superlink, ca, key, id, data, source), typer.echo)
     except KeyboardInterrupt:
         typer.echo("the node has ended")
 
@@ -82,8 +82,8 @@ def local(
     import rich
 
     from fedgraft.deploy.control import require_flower
-    from fedgraft.deploy.local import run_locally
-    from fedgraft.deploy.server import with_clients
+    from fedgraft.deploy.coordinator import with_clients
+    from fedgraft.deploy.local import run_local_federation
     from fedgraft.report import display
     from fedgraft.runs.loop import is_finished
 
@@ -101,7 +101,7 @@ def local(
         )
     try:
         with display.LiveProgress(console) as live:
-            summary = run_locally(config, path, live, typer.echo)
+            summary = run_local_federation(config, path, live, typer.echo)
     except KeyboardInterrupt:
         typer.echo(f"\ninterrupted; everything is stopped. The same command continues the run in {path}", err=True)
         raise typer.Exit(130) from None

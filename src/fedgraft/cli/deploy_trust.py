@@ -103,13 +103,12 @@ def fingerprint(
     key: Annotated[Path, typer.Argument(metavar="NAME.key|NAME.pub", help="a node's key, private or public")],
 ) -> None:
     """Anybody: print the fingerprint that two people read to each other to verify a key."""
-    from fedgraft.deploy.keys import announced_identity, short
-    from fedgraft.deploy.keys import fingerprint as fingerprint_of
+    from fedgraft.deploy.keys import announced_identity, key_fingerprint, short_identity
 
     public = key.with_suffix(".pub")
     name, identity = announced_identity(public)
-    typer.echo(f"{name}: {fingerprint_of(public)}")
-    typer.echo(f"identity in secure sums: {short(identity)}")
+    typer.echo(f"{name}: {key_fingerprint(public)}")
+    typer.echo(f"identity in secure sums: {short_identity(identity)}")
 
 
 def trust(
@@ -124,19 +123,29 @@ def trust(
     import tomllib
 
     from fedgraft.core.files import write_text
-    from fedgraft.deploy.keys import announced_identity, short
+    from fedgraft.deploy.keys import announced_identity, short_identity
 
     path = key.absolute().parent / "peers.toml"
     peers: dict[str, Any] = {}
     if path.is_file():
-        peers = tomllib.loads(path.read_text())
+        try:
+            peers = tomllib.loads(path.read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise FedgraftError(
+                "E-CLI-PEERS-DAMAGED",
+                f"{path} is not valid TOML: {error}",
+                "delete it and pin the peers again",
+                path=str(path),
+            ) from None
     if remove:
         peers.pop(str(number), None)
         typer.echo(f"client {number} is no longer pinned; its key is trusted on first use")
     else:
         name, identity = announced_identity(public)
         peers[str(number)] = {"name": name, "identity": identity.hex()}
-        typer.echo(f"client {number} is {name}, identity {short(identity)}: compare this with its owner, by voice")
+        typer.echo(
+            f"client {number} is {name}, identity {short_identity(identity)}: compare this with its owner, by voice"
+        )
     write_text(path, _peers_toml(peers))
     typer.echo(f"written: {path}; with `pinned_peers = true` in policy.toml, others are refused")
 
@@ -154,8 +163,8 @@ def _peers_toml(peers: Mapping[str, Mapping[str, str]]) -> str:
 
 def revoke(fed: Fed, name: Annotated[str, typer.Argument(help="the node's name")]) -> None:
     """Coordinator: revoke a node's key, at once if the server is running. `deploy register` admits a new key."""
+    from fedgraft.deploy.coordinator import running_server, synchronize_keys
     from fedgraft.deploy.folder import open_federation
-    from fedgraft.deploy.server import admit, server_of
 
     federation = open_federation(fed)
     registered = federation.registered()
@@ -167,8 +176,8 @@ def revoke(fed: Fed, name: Annotated[str, typer.Argument(help="the node's name")
             name=name,
         )
     federation.key(name).unlink()
-    if server_of(federation) is not None:
-        admit(federation)
+    if running_server(federation) is not None:
+        synchronize_keys(federation)
     typer.echo(f"revoked: the key of {name} (client {federation.names.index(name)})")
 
 
@@ -185,7 +194,11 @@ def renew(fed: Fed) -> None:
     typer.echo(f"restart the server to use it: fedgraft deploy stop {fed}, then fedgraft deploy server {fed}")
 
 
-_EVENTS = {"refused": "REFUSED", "believed": "TRUSTED ON FIRST USE"}
+_EVENTS = {
+    "refused": "REFUSED",
+    "trusted_on_first_use": "TRUSTED ON FIRST USE",
+    "believed": "TRUSTED ON FIRST USE",  # in logs of version 0.2, which remain valid
+}
 """Kinds of audit lines that are no answer to the server, as they are printed."""
 
 
@@ -194,12 +207,12 @@ def audit(
     last: Annotated[int, typer.Option("--last", help="number of lines to show", min=1)] = 30,
 ) -> None:
     """Node: show what left this node and what it refused; exit code 1 if the log was changed."""
-    from fedgraft.deploy.audit import entries
+    from fedgraft.deploy.audit import read_entries
 
     path = key.absolute().with_suffix(".home") / "audit.jsonl"
     if not path.is_file():
         raise FedgraftError("E-CLI-NO-AUDIT", f"there is no {path}: nothing has left this node yet", path=str(path))
-    lines = list(entries(path))
+    lines = list(read_entries(path))
     for line in lines[-last:]:
         typer.echo(_audit_text(line))
     answers = [line for line in lines if line["kind"] not in _EVENTS]

@@ -163,9 +163,9 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
     try:
         with display.LiveProgress(console) as live:
             if config.engine == "flower-sim":
-                from fedgraft.deploy.flower_apps import simulate
+                from fedgraft.deploy.flower_apps import run_simulation
 
-                summary = simulate(config, folder, live)
+                summary = run_simulation(config, folder, live)
             else:
                 from fedgraft.runs.loop import run as run_federated
 

@@ -52,4 +52,4 @@ def handle_or_refuse(
     except Refused as refusal:
         log.warning("client %d refuses a request of round %d: %s", request.client, request.round, refusal)
         memory_after = memory if refusal.memory is None else refusal.memory
-        return refusal.told, memory_after
+        return refusal.public_reason, memory_after

@@ -66,8 +66,8 @@ class Policy:
     queries_per_day: int | None = field(default=None, metadata={"says": "most other orders a day"})
     least_images: int = field(default=0, metadata={"says": "fewest images an evaluation or count may be about"})
     heads: int = field(default=1024, metadata={"says": "most heads that one count may compare"})
-    order_megabytes: int = field(
-        default=1024, metadata={"says": "largest order in megabytes; a larger one is refused before it is fetched"}
+    request_megabytes: int = field(
+        default=1024, metadata={"says": "largest request in megabytes; a larger one is refused before it is fetched"}
     )
     steps: int | None = field(default=None, metadata={"says": "most steps of local training a round"})
     pinned_peers: bool = field(default=False, metadata={"says": "no secure sum with a peer that `deploy trust` lacks"})

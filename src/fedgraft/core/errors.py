@@ -60,8 +60,8 @@ class Refused(FedgraftError):
         """What the client remembers of it, where it must remember having refused."""
 
     @property
-    def told(self) -> str:
-        """Return what the server may hear."""
+    def public_reason(self) -> str:
+        """Return the reason as the server may read it: the rule and the sentence."""
         return f"refused by the rule '{self.rule}': {self}"
 
 

@@ -1,1 +1,1 @@
-"""A federation of machines: folder, keys, nodes, server, local rehearsal."""
+"""A federation of machines: its folder, keys, nodes, server, and the rehearsal on one machine."""

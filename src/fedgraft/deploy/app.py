@@ -1,6 +1,6 @@
-"""The Flower app of fedgraft: two modules that name the installed package's own apps, the same for every federation.
+"""The Flower app of fedgraft: two modules that import the apps of the installed package, the same for every federation.
 
-The config of a run travels as a run setting, so a node can tell fedgraft's app from any other by comparing files.
+The config of a run travels as a run setting, so a node can verify the app by comparing its files with its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ metrics = ""
 
 
 def app_files() -> dict[str, str]:
-    """The files of the app by path."""
+    """Return the contents of the app's files by path."""
     return {
         "pyproject.toml": _PROJECT.format(version=version("fedgraft")),
         "fedgraft_app/__init__.py": '"""The Flower app of fedgraft."""\n',
@@ -47,7 +47,7 @@ def app_files() -> dict[str, str]:
 
 
 def write_app(folder: Path) -> None:
-    """Write the app as a folder that `flwr run` takes."""
+    """Write the app as a folder that `flwr run` accepts."""
     for name, text in app_files().items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

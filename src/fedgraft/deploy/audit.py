@@ -1,7 +1,8 @@
-"""A node's audit log: one line for everything that left it and for every order it refused.
+"""A node's audit log: one line for every response that left it and for every request it refused.
 
-JSON lines, appended and flushed to disk before the answer leaves. Each line carries the hash of the one before, so a
-line that was changed, removed or put in shows. It says what left (kind, bytes, digest, round, protection), never data.
+JSON lines, appended and flushed to disk before the response leaves. Each line carries the hash of the previous one, so
+that a changed, removed or inserted line is detected. A line records kind, bytes, digest, round and protection of what
+left, never data.
 """
 
 from __future__ import annotations
@@ -17,53 +18,79 @@ from typing import Any
 
 from fedgraft.core.errors import FedgraftError
 
-START = "0" * 64
+FIRST_HASH = "0" * 64
+"""Stands for the hash before the first line."""
+_TAIL = 1 << 16  # bytes read from the end; a line is far shorter
 
 
-def _hash(line: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
-
-
-def append(path: Path, **entry: Any) -> None:
-    """Add a line; it is on the disk when this returns. A node's two processes take turns."""
+def append_entry(path: Path, **entry: Any) -> None:
+    """Append a line to the log; it is on disk when this returns. A lock orders the node's two processes."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        before = _last(path)
-        line = {"n": before["n"] + 1 if before else 1, "time": int(time.time()), **entry}
-        line["before"] = before["hash"] if before else START
-        line["hash"] = _hash(line)
+        number = 1
+        previous_hash = FIRST_HASH
+        last = _read_last(path)
+        if last is not None:
+            number = last["n"] + 1
+            previous_hash = last["hash"]
+        line = {"n": number, "time": int(time.time()), **entry, "before": previous_hash}
+        line["hash"] = _hash_line(line)
         file.write(json.dumps(line).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def _last(path: Path) -> dict[str, Any] | None:
-    """The last line, read from the end; what a crash left unfinished is cut off."""
-    with path.open("r+b") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - (1 << 16)))
-        tail = file.read()
-        whole = tail[: tail.rfind(b"\n") + 1]
-        if len(whole) < len(tail):
-            file.truncate(size - len(tail) + len(whole))
-    lines = whole.splitlines()
-    try:
-        return dict(json.loads(lines[-1])) if lines else None
-    except ValueError:
-        raise FedgraftError(f"the audit log {path} is damaged; see: fedgraft deploy audit.") from None
-
-
-def entries(path: Path) -> Iterator[dict[str, Any]]:
-    """All lines; raises at the first that does not follow from the one before."""
-    before = START
+def read_entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the log; raise at the first one that breaks the hash chain."""
+    previous_hash = FIRST_HASH
     for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             line = dict(json.loads(text))
-            told = line.pop("hash")
+            line_hash = line.pop("hash")
         except (ValueError, KeyError):
-            raise FedgraftError(f"line {number} of {path} is damaged.") from None
-        if line.get("before") != before or line.get("n") != number or _hash(line) != told:
-            raise FedgraftError(f"line {number} of {path} does not follow from the one before: the log was changed.")
-        before = told
+            raise FedgraftError(
+                "E-DEPLOY-AUDIT-DAMAGED",
+                f"line {number} of the audit log {path} is damaged",
+                "the lines before it are valid; find out who changed the file",
+                path=str(path),
+                line=number,
+            ) from None
+        if line.get("before") != previous_hash or line.get("n") != number or _hash_line(line) != line_hash:
+            raise FedgraftError(
+                "E-DEPLOY-AUDIT-CHANGED",
+                f"line {number} of the audit log {path} does not follow from the previous line: the log was changed",
+                "the lines before it are valid; find out who changed the file",
+                path=str(path),
+                line=number,
+            )
+        previous_hash = line_hash
         yield line
+
+
+def _hash_line(line: dict[str, Any]) -> str:
+    """Return the hash of a line without its own hash."""
+    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
+
+
+def _read_last(path: Path) -> dict[str, Any] | None:
+    """Return the last line; None if there is none. A partial line that a crash left is cut off."""
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL))
+        tail = file.read()
+        complete = tail[: tail.rfind(b"\n") + 1]
+        if len(complete) < len(tail):
+            file.truncate(size - len(tail) + len(complete))
+    lines = complete.splitlines()
+    if not lines:
+        return None
+    try:
+        return dict(json.loads(lines[-1]))
+    except ValueError:
+        raise FedgraftError(
+            "E-DEPLOY-AUDIT-DAMAGED",
+            f"the last line of the audit log {path} is damaged",
+            "see: fedgraft deploy audit",
+            path=str(path),
+        ) from None

@@ -1,7 +1,7 @@
-"""The coordinator's line to a SuperLink, through Flower's own control client: keys, nodes, runs, logs.
+"""The coordinator's connection to a SuperLink, through Flower's own control client: keys, nodes, runs, logs.
 
-One client in this process instead of one `flwr` command per question, each of which costs seconds of start-up.
-How a run stands is always asked of the SuperLink; the exit code of a process says nothing about it.
+One client in this process replaces one `flwr` command per query, each of which takes seconds to start. The status of a
+run always comes from the SuperLink; the exit code of a process says nothing about it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.deploy.app import app_files
-from fedgraft.deploy.keys import key_bytes
+from fedgraft.deploy.keys import flower_key_bytes
 
-_FLOWER = ("flwr", "flower", "a deployed federation")
+_ERROR_SUFFIXES = ("Error", "Exception", "Extra", "Interrupt", "Exit")
 
 
 @dataclass(frozen=True)
-class Node:
-    """A node whose key is registered."""
+class RegisteredNode:
+    """A node whose key is registered at the SuperLink."""
 
     id: int
     name: str
@@ -33,7 +33,7 @@ class Node:
 
 @dataclass(frozen=True)
 class RunState:
-    """How a run stands, in the engine's words."""
+    """The status of a run, as the SuperLink reports it."""
 
     id: int
     status: str
@@ -42,20 +42,20 @@ class RunState:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will happen."""
+        """Return whether the run has ended."""
         return self.status in {"completed", "failed", "stopped"}
 
 
 def require_flower() -> None:
-    """Refuse with one sentence where Flower is not installed."""
+    """Raise `MissingExtra` if Flower is not installed."""
     try:
         import flwr  # noqa: F401
     except ImportError as error:
-        raise MissingExtra(*_FLOWER) from error
+        raise MissingExtra("flwr", "flower", "a deployed federation") from error
 
 
 class Control:
-    """Questions and orders to one SuperLink."""
+    """A connection to the control interface of one SuperLink."""
 
     def __init__(self, address: str, authority: Path) -> None:
         require_flower()
@@ -69,119 +69,141 @@ class Control:
     def __enter__(self) -> Control:
         return self
 
-    def __exit__(self, *ignored: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.client.close()
 
-    def nodes(self) -> list[Node]:
-        """The registered nodes, and whether each is connected."""
+    # ---- nodes -------------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> list[RegisteredNode]:
+        """Return the registered nodes, and whether each is connected."""
         from flwr.proto.control_pb2 import ListNodesRequest
 
-        with self._asking():
-            found = self.client.ListNodes(ListNodesRequest()).nodes_info
-        return [
-            Node(n.node_id, n.name, n.status == "online", n.public_key) for n in found if n.status != "unregistered"
-        ]
+        with self._translate_errors():
+            infos = self.client.ListNodes(ListNodesRequest()).nodes_info
+        nodes = []
+        for info in infos:
+            if info.status != "unregistered":
+                nodes.append(RegisteredNode(info.node_id, info.name, info.status == "online", info.public_key))
+        return nodes
 
     def register(self, name: str, public_key: Path) -> None:
-        """Let the owner of this key in, under this name."""
+        """Register a node's public key under its name."""
         from flwr.proto.control_pb2 import RegisterNodeRequest
 
-        with self._asking():
-            self.client.RegisterNode(RegisterNodeRequest(public_key=key_bytes(public_key), name=name))
+        with self._translate_errors():
+            self.client.RegisterNode(RegisterNodeRequest(public_key=flower_key_bytes(public_key), name=name))
 
-    def unregister(self, node: Node) -> None:
-        """Let a node in no more."""
+    def unregister(self, node: RegisteredNode) -> None:
+        """Remove a node's key, so that it can no longer connect."""
         from flwr.proto.control_pb2 import UnregisterNodeRequest
 
-        with self._asking():
+        with self._translate_errors():
             self.client.UnregisterNode(UnregisterNodeRequest(node_id=node.id))
 
+    # ---- runs --------------------------------------------------------------------------------------------------------
+
     def start(self, settings: Mapping[str, str]) -> int:
-        """Start a run of fedgraft's app with these settings; returns its id."""
+        """Start a run of fedgraft's app with these settings and return its id."""
         from flwr.common.serde import fab_to_proto, user_config_to_proto
         from flwr.proto.control_pb2 import StartRunRequest
         from flwr.supercore.fab import Fab
 
         bundle = app_bundle()
         fab = fab_to_proto(Fab(hashlib.sha256(bundle).hexdigest(), bundle, {}))
-        with self._asking():
-            done = self.client.StartRun(StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(settings))))
-        return int(done.run_id)
+        request = StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(settings)))
+        with self._translate_errors():
+            response = self.client.StartRun(request)
+        return int(response.run_id)
 
     def stop(self, run: int) -> None:
-        """End a run."""
+        """Stop a run."""
         from flwr.proto.control_pb2 import StopRunRequest
 
-        with self._asking():
+        with self._translate_errors():
             self.client.StopRun(StopRunRequest(run_id=run))
 
     def runs(self) -> list[RunState]:
-        """The latest runs, newest first."""
+        """Return the status of the latest runs, newest first."""
         from flwr.proto.control_pb2 import ListRunsRequest
 
-        with self._asking():
-            found = self.client.ListRuns(ListRunsRequest()).run_dict
-        order = sorted(found.values(), key=lambda run: run.pending_at, reverse=True)
-        return [_state(run) for run in order]
+        with self._translate_errors():
+            runs = self.client.ListRuns(ListRunsRequest()).run_dict
+        newest_first = sorted(runs.values(), key=lambda run: run.pending_at, reverse=True)
+        return [_run_state(run) for run in newest_first]
 
     def run(self, run: int) -> RunState:
-        """How one run stands."""
+        """Return the status of one run."""
         from flwr.proto.control_pb2 import ListRunsRequest
 
-        with self._asking():
-            return _state(self.client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run])
+        with self._translate_errors():
+            return _run_state(self.client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run])
 
     def log(self, run: int) -> str:
-        """What a run that is over has logged."""
+        """Return the log of a run that has ended."""
         from flwr.proto.control_pb2 import StreamLogsRequest
 
-        with self._asking():
-            return "".join(part.log_output for part in self.client.StreamLogs(StreamLogsRequest(run_id=run)))
+        with self._translate_errors():
+            parts = self.client.StreamLogs(StreamLogsRequest(run_id=run))
+            return "".join(part.log_output for part in parts)
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Turn what goes wrong on the way into one sentence."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Raise errors of the connection and of Flower as `FedgraftError`."""
         import httpx
         from flwr.supercore.error import FlowerError
 
         try:
             yield
         except httpx.HTTPStatusError as error:
-            known = FlowerError.from_json(error.response.text)
-            reason = known.message if known else error.response.text.strip() or str(error.response.status_code)
-            raise FedgraftError(f"the server at {self.address} refused: {reason.rstrip('.')}.") from error
+            response = error.response
+            reason = response.text.strip() or str(response.status_code)
+            flower_error = FlowerError.from_json(response.text)
+            if flower_error:
+                reason = flower_error.message
+            raise FedgraftError(
+                "E-DEPLOY-SERVER-REFUSED",
+                f"the server at {self.address} refused the request: {reason.rstrip('.')}",
+                address=self.address,
+                status=response.status_code,
+            ) from error
         except httpx.HTTPError as error:
             raise FedgraftError(
-                f"the server at {self.address} does not answer ({error}); start it with: fedgraft deploy server FED."
+                "E-DEPLOY-SERVER-SILENT",
+                f"the server at {self.address} does not answer ({error})",
+                "start it with: fedgraft deploy server FED",
+                address=self.address,
             ) from error
 
 
 def app_bundle() -> bytes:
-    """Fedgraft's app as the bundle that Flower passes on."""
+    """Return fedgraft's app as the bundle that Flower distributes."""
     from flwr.cli.build import build_fab_from_files
 
+    files = {name: text.encode() for name, text in app_files().items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a package that Flower uses
-        return bytes(build_fab_from_files({name: text.encode() for name, text in app_files().items()})[0])
+        return bytes(build_fab_from_files(files)[0])
 
 
-def _state(run: Any) -> RunState:
+def _run_state(run: Any) -> RunState:
+    """Return the status of a run from Flower's record of it."""
     status = run.status
     return RunState(int(run.run_id), status.sub_status or status.status, status.details)
 
 
-def reason_of(state: RunState, log: str) -> str:
-    """Why a run died, in one sentence: the last error of the server's app, else what the engine says."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if _names_error(line)]
-    text = errors[-1] if errors else state.details or "the engine gave no reason; see the server's log"
-    head, _, tail = text.partition(": ")
-    if tail and head.rsplit(".", 1)[-1].endswith(("FedgraftError", "MissingExtra")):
-        return tail
-    return text
+def failure_reason(state: RunState, log: str) -> str:
+    """Return in one sentence why a run failed: the last error in its log, otherwise the SuperLink's details."""
+    reason = state.details or "the SuperLink reported no reason; see the server's log"
+    for line in log.splitlines():
+        if _names_error(line.strip()):
+            reason = line.strip()
+    name, _, sentence = reason.partition(": ")
+    if sentence and name.rsplit(".", 1)[-1].endswith(("FedgraftError", "MissingExtra")):
+        return sentence
+    return reason
 
 
 def _names_error(line: str) -> bool:
-    """Whether a line is the last one of a traceback: `package.SomeError: words`."""
-    head = line.partition(":")[0]
-    return " " not in head and head.rsplit(".", 1)[-1].endswith(("Error", "Exception", "Extra", "Interrupt", "Exit"))
+    """Return whether a line is the last one of a traceback: `package.SomeError: sentence`."""
+    name = line.partition(":")[0]
+    return " " not in name and name.rsplit(".", 1)[-1].endswith(_ERROR_SUFFIXES)

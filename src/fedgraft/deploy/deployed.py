@@ -1,8 +1,8 @@
-"""A federation of machines, from the server's side and from a node's: whose data is where, and the run itself.
+"""A deployed run, from the server's side and from a node's: where the data is, and the run itself.
 
-Without data of their own, nodes simulate a deployment: everyone deals the config's data the same way and serves one
+Nodes without data of their own simulate a deployment: each partitions the config's data in the same way and serves one
 part of it. With `data`, a node's images are its own: the server learns their number, their class names and a digest,
-measures on data of its own (`server-data`) or, without any, lets the nodes count on images they hold out.
+and evaluates on data of its own (`server-data`) or, without any, lets the nodes evaluate on images they hold out.
 """
 
 from __future__ import annotations
@@ -30,50 +30,59 @@ from fedgraft.runs.remote_data import RemoteData, data_held_elsewhere, empty_dat
 from fedgraft.runs.setup import RunSetup, setup_of
 from fedgraft.runs.tracking import Progress
 
+_SOURCES_WITH_FORMAT = ("cifar10", "cifar100", "features")  # sources that read a path in a format of their own
 
-def config_of(text: str) -> Config:
-    """The config of a run from its TOML text."""
+
+def parse_config(text: str) -> Config:
+    """Return the config of a run from its TOML text."""
     try:
         return validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise FedgraftError(f"the run's config is not valid TOML: {error}.") from None
+        raise FedgraftError(
+            "E-DEPLOY-CONFIG-TOML",
+            f"the run's config is not valid TOML: {error}",
+            "submit the run with: fedgraft deploy submit",
+        ) from None
+
+
+# ---- data of a node --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OwnData(FederatedData):
-    """A node's own data: whatever its number, the client has all of it."""
+    """A node's own data: its client has all of it, whatever its number."""
 
     rows_known = others_known = False
 
     def rows(self, client: int) -> Tensor:
-        """All training rows."""
+        """Return all training rows."""
         return super().rows(0)
 
     def test_rows(self, client: int) -> Tensor:
-        """All test rows."""
+        """Return all test rows."""
         return super().test_rows(0)
 
 
 def load_own(source: str, path: str) -> Dataset:
-    """Somebody's own data; without a source the path's ending tells a table from a folder of class folders."""
-    return load_dataset(source, path) if source else open_path(path)
+    """Return the dataset at a path; without a source its format is detected from the path."""
+    if source:
+        return load_dataset(source, path)
+    return open_path(path)
 
 
 def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> OwnData:
-    """A node's own data under the federation's classes, with its share of validation images held out."""
+    """Return a node's own data under the federation's classes, with the config's share held out for validation."""
     dataset = renamed(load_own(source, path), config.data.class_map)
     if classes:
         dataset = Dataset(dataset.name, dataset.train.named(classes), dataset.test.named(classes))
-    labels = np.asarray(dataset.train.labels)
-    train, held = stratified_split(labels, config.data.validation, config.seed)
-    tests = np.asarray(dataset.test.labels)
-    partition = make_partition("iid", labels[train], tests, 1, config.seed)
-    return OwnData(dataset, train, held, partition)
+    train_labels = np.asarray(dataset.train.labels)
+    test_labels = np.asarray(dataset.test.labels)
+    train_rows, validation_rows = stratified_split(train_labels, config.data.validation, config.seed)
+    partition = make_partition("iid", train_labels[train_rows], test_labels, 1, config.seed)
+    return OwnData(dataset, train_rows, validation_rows, partition)
 
 
-def _path_source(config: Config) -> str:
-    """The config's data source where it is one that reads a path in a format of its own."""
-    return config.data.source if config.data.source in ("cifar10", "cifar100", "features") else ""
+# ---- the server's view of it -----------------------------------------------------------------------------------------
 
 
 def remote_data(
@@ -83,27 +92,63 @@ def remote_data(
     source: str = "",
     classes: Sequence[str] = (),
 ) -> RemoteData:
-    """The server's view of nodes that bring their own data; `facts` are what they said of it.
+    """Return the server's view of nodes that bring their own data; `facts` are what each client reported of it.
 
-    The classes are the server's own data's, else those given, else all that nodes have.
+    The classes are those of the server's own data, otherwise `classes`, otherwise all that nodes reported.
     """
     if server_data:
-        own = load_own(source or _path_source(config), server_data)
+        if not source and config.data.source in _SOURCES_WITH_FORMAT:
+            source = config.data.source
+        dataset = load_own(source, server_data)
     else:
-        told = sorted({name for found in facts.values() for name in found["classes"]})
-        own = empty_dataset(config, classes or told)
+        dataset = empty_dataset(config, classes or _reported_classes(facts))
+    _check_classes(dataset.classes, facts)
+    sizes = {client: int(reported["examples"]) for client, reported in facts.items()}
+    digests = tuple(str(facts[client]["data"]) for client in sorted(facts))
+    return data_held_elsewhere(config, dataset, sizes, digests)
+
+
+def _reported_classes(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return all class names that nodes reported, sorted."""
+    names: set[str] = set()
+    for reported in facts.values():
+        names.update(reported["classes"])
+    return sorted(names)
+
+
+def _check_classes(classes: Sequence[str], facts: Mapping[int, Mapping[str, Any]]) -> None:
+    """Refuse class names that look alike, and fewer than two classes."""
     try:
-        check_names(own.classes)
+        check_names(classes)
     except FedgraftError as error:
-        alone = [
-            k for k in facts if set(facts[k]["classes"]) - {c for o in facts if o != k for c in facts[o]["classes"]}
-        ]
-        said = f" Client {alone[0]} alone tells of one of them." if len(alone) == 1 else ""
-        raise FedgraftError(f"{error}{said}") from None
-    if len(own.classes) < 2:
-        raise FedgraftError(f"the nodes' data has the classes {list(own.classes)}; a federation needs at least two.")
-    sizes = {client: int(found["examples"]) for client, found in facts.items()}
-    return data_held_elsewhere(config, own, sizes, tuple(str(facts[client]["data"]) for client in sorted(facts)))
+        outliers = _clients_with_unique_classes(facts)
+        if len(outliers) != 1:
+            raise
+        message = f"{error.message}; client {outliers[0]} alone has one of them"
+        raise FedgraftError(error.code, message, error.hint, client=outliers[0], **error.fields) from None
+    if len(classes) < 2:
+        raise FedgraftError(
+            "E-DEPLOY-CLASSES",
+            f"the nodes' data has the classes {list(classes)}",
+            "start nodes whose data has at least two classes together",
+            classes=list(classes),
+        )
+
+
+def _clients_with_unique_classes(facts: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Return the clients that have a class which no other client has."""
+    clients = []
+    for client, reported in facts.items():
+        others: set[str] = set()
+        for other, other_reported in facts.items():
+            if other != client:
+                others.update(other_reported["classes"])
+        if set(reported["classes"]) - others:
+            clients.append(client)
+    return clients
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 def wait_for_clients(
@@ -114,27 +159,54 @@ def wait_for_clients(
     classes: Sequence[str] = (),
     secret: bytes | None = None,
 ) -> RunSetup:
-    """Wait for nodes, then the job of a config on their data, or on the config's own where they bring none."""
+    """Wait for the nodes; return the setup of a run on their data, or on the config's own if they bring none.
+
+    Without a `secret` nothing is trained: the setup is that of an evaluation.
+    """
     engine.gather()
     facts: dict[int, Mapping[str, Any]] = engine.registry.facts
-    bring = {client for client, found in facts.items() if found["classes"]}
-    if 0 < 2 * len(bring) <= len(facts):
-        without = sorted(set(facts) - bring)
-        raise FedgraftError(
-            f"client {without[0]} has no data of its own and client {min(bring)} has; start all nodes with data."
-        )
-    if bring:
+    nodes_bring_data = _nodes_bring_data(facts)
+    data = None
+    if nodes_bring_data:
         engine.registry.need_images()
-        if not server_data and not classes:  # else the names are not the nodes' to choose
-            odd = odd_names({client: found["classes"] for client, found in facts.items()})
-            engine.registry.leave_out(lambda told: next((odd[one] for one in told["classes"] if one in odd), ""))
-    data = remote_data(config, facts, server_data, source, classes) if bring else None
-    if secret is None:  # nothing is trained
+        if not server_data and not classes:  # otherwise nodes do not determine the names
+            _leave_out_misspelled_classes(engine)
+        data = remote_data(config, facts, server_data, source, classes)
+    if secret is None:
         setup = setup_of(config, data, for_training=False)
     else:
         setup = setup_of(config, data, deployed=True, secret=secret)
-    engine.classes = setup.task.data.dataset.classes if bring else ()
+    engine.classes = ()
+    if nodes_bring_data:
+        engine.classes = setup.task.data.dataset.classes
     return setup
+
+
+def _nodes_bring_data(facts: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Return whether nodes have data of their own; refuse a federation of which at most half have."""
+    with_data = {client for client, reported in facts.items() if reported["classes"]}
+    if 0 < 2 * len(with_data) <= len(facts):
+        without_data = sorted(set(facts) - with_data)
+        raise FedgraftError(
+            "E-DEPLOY-MIXED-DATA",
+            f"client {without_data[0]} has no data of its own and client {min(with_data)} has",
+            "start all nodes with --data",
+            client=without_data[0],
+        )
+    return bool(with_data)
+
+
+def _leave_out_misspelled_classes(engine: Any) -> None:
+    """Let the registry leave out nodes that alone spell a class differently, with advice."""
+    advice = odd_names({client: reported["classes"] for client, reported in engine.registry.facts.items()})
+
+    def reason(reported: Mapping[str, Any]) -> str:
+        for name in reported["classes"]:
+            if name in advice:
+                return advice[name]
+        return ""
+
+    engine.registry.leave_out(reason)
 
 
 def run_deployed(
@@ -145,13 +217,13 @@ def run_deployed(
     source: str = "",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """The server's part: wait for nodes, then the very run of `fedgraft run`, with clients on other machines."""
+    """Wait for nodes, then do what `fedgraft run` does, with clients on other machines; return the summary."""
 
     def build(secret: bytes) -> tuple[RunSetup, Remote]:
         setup = wait_for_clients(config, engine, server_data, source, secret=secret)
         network = setup.task.network
-        parameters = sum(p.numel() for p in network.parameters())
-        limits.state(limits.reply_limit(parameters, network.width, network.classes))
+        parameters = sum(parameter.numel() for parameter in network.parameters())
+        limits.publish_response_limit(limits.response_limit(parameters, network.width, network.classes))
         remote: Remote = engine
         return setup, remote
 

@@ -1,9 +1,9 @@
 """Evaluation without training: any model on all nodes, per site from sums; no prediction leaves a site.
 
-A run of the federation's own config is opened as its nodes know it, with the states that they kept. Any other model (a
-folder that `fedgraft export` wrote, a run of another config) is sent whole, under the federation's config with every
-weight open; its architecture, classes and preprocessing must be the federation's. Owners allow it with the action
-`evaluate` and the digest of that config.
+A run of the federation's own config is opened as its nodes know it, with the client states that they stored. Any other
+model (a folder of `fedgraft export`, a run of another config) is sent whole, under the federation's config with every
+weight trainable; its architecture, classes and preprocessing must be the federation's. Owners allow it with the action
+`evaluate` and the fingerprint of that config.
 """
 
 from __future__ import annotations
@@ -34,108 +34,148 @@ from fedgraft.runs.saving import saved_edit
 from fedgraft.runs.setup import RunSetup
 from fedgraft.server.sample import start
 
-USUAL = ("accuracy", "balanced_accuracy", "auroc")
-"""Metrics where the federation's config names none."""
+DEFAULT_METRICS = ("accuracy", "balanced_accuracy", "auroc")
+"""Metrics if neither the command nor the config names any."""
+_TRAINING_SECTIONS = ("algorithm", "trainable", "compression")
 
 
 @dataclass(frozen=True)
-class Question:
-    """How a model is asked about: under which config, where the answer is written."""
+class EvaluationPlan:
+    """The config under which nodes evaluate a model, and the folder of the result."""
 
     config: Config
     folder: Path
 
 
-def question(config: Config, model: Path, place: Path) -> Question:
-    """The question about a model in a federation of this config; what is no model is refused."""
-    if own_run(config, model):
-        return Question(from_folder(model), model.absolute())
-    predictor(model)  # before any node is asked
-    table = {key: value for key, value in config.table.items() if key not in ("algorithm", "trainable", "compression")}
-    table["model"] = {key: value for key, value in table["model"].items() if key != "ridge"} | {"head": "random"}
-    return Question(validate(table | {"trainable": {"kind": "everything"}}), place.absolute())
+def plan_evaluation(config: Config, model: Path, folder: Path) -> EvaluationPlan:
+    """Return how a model is evaluated in a federation of this config; refuse a folder that holds no model."""
+    if is_run_of(config, model):
+        return EvaluationPlan(from_folder(model), model.absolute())
+    predictor(model)  # refuses what is no model, before any node is asked
+    table = {}
+    for section, value in config.table.items():
+        if section not in _TRAINING_SECTIONS:
+            table[section] = value
+    model_table = dict(table["model"])
+    model_table.pop("ridge", None)
+    model_table["head"] = "random"
+    table["model"] = model_table
+    table["trainable"] = {"kind": "everything"}
+    return EvaluationPlan(validate(table), folder.absolute())
 
 
-def own_run(config: Config, model: Path) -> bool:
-    """Whether a folder holds a run of this config."""
+def is_run_of(config: Config, model: Path) -> bool:
+    """Return whether a folder holds a run of this config."""
     return (model / "run.json").is_file() and RunFolder.open(model).config_digest == config.digest
 
 
-def measure(config: Config, folder: Path, engine: Any, model: str = "", metrics: Sequence[str] = ()) -> dict[str, Any]:
-    """Ask every node that is there about a model; its metrics by client and over all of them, and who refused."""
-    chosen = tuple(metrics) or config.metrics or USUAL
-    setup, opened, state = (
-        _of_run(config, engine, Path(model))
-        if own_run(config, Path(model))
-        else (_of_weights(config, engine, predictor(model)))
-    )
+def evaluate_on_nodes(
+    config: Config, folder: Path, engine: Any, model: str = "", metrics: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Evaluate a model on every connected node; return its metrics by client and pooled, and who refused and why."""
+    metric_names = tuple(metrics) or config.metrics or DEFAULT_METRICS
+    if is_run_of(config, Path(model)):
+        setup, opened, state = _open_run_model(config, engine, Path(model))
+    else:
+        setup, opened, state = _open_foreign_model(config, engine, predictor(model))
     engine.open(setup.federation.run, opened.message(not setup.task.data.rows_known))
-    asking = Measure(setup, opened, engine, chosen)
-    responses, refused = asking.evaluated(state)
-    sums = scores.merge([validated_sums(r, len(asking.classes)) for r in responses], len(asking.classes))
-    told = {
+    measure = Measure(setup, opened, engine, metric_names)
+    responses, rejections = measure.evaluated(state)
+    classes = measure.classes
+    by_client = {}
+    for response in responses:
+        cells = measure.each([response])
+        by_client[str(response.client)] = cells[setup.client_names[response.client]]
+    result = {
         "model": Path(model).name,
-        "metrics": list(chosen),
-        "class_names": list(asking.classes),
-        "clients": {str(r.client): asking.each([r])[setup.client_names[r.client]] for r in responses},
-        "pooled": report(sums, chosen, asking.classes) if responses else {},
-        **(tables(sums, chosen) if responses else {}),
-        "refused": {str(one.client): one.reason for one in refused},
+        "metrics": list(metric_names),
+        "class_names": list(classes),
+        "clients": by_client,
+        "pooled": {},
+        "refused": {str(rejection.client): rejection.reason for rejection in rejections},
     }
+    if responses:
+        sums = scores.merge([validated_sums(response, len(classes)) for response in responses], len(classes))
+        result["pooled"] = report(sums, metric_names, classes)
+        result |= tables(sums, metric_names)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "evaluation.json", json.dumps(told, indent=2) + "\n")
-    return told
+    write_text(folder / "evaluation.json", json.dumps(result, indent=2) + "\n")
+    return result
 
 
-def _of_run(config: Config, engine: Any, model: Path) -> tuple[RunSetup, OpenRun, ServerState]:
-    """A run's delivered model, or what each of its clients has, in the run's own space."""
-    found = checkpoint.load_latest(model / "checkpoints", config.digest)
-    if found is None or found.meta.get("personal"):
-        raise FedgraftError(f"{model} has no checkpoint whose model can be sent to nodes; run it anew.")
-    setup = wait_for_clients(config, engine, classes=found.meta["classes"])
-    install(setup.task.network, found.tensors["head"])
-    opened = open_run(setup, None, saved_edit(found.tensors))
-    state, engine.memory = from_tensors(found.round, found.tensors, found.meta)
-    a, best = setup.algorithm, found.tensors.get("best/vector")
-    common = has_one_model(a)
-    return setup, opened, replace(state, vector=best) if common and best is not None else state
-
-
-def _of_weights(config: Config, engine: Any, model: Predictor) -> tuple[RunSetup, OpenRun, ServerState]:
-    """Any model, all of its weights; one that nodes would see otherwise than it was trained is refused."""
-    setup = wait_for_clients(config, engine, classes=model.classes)
-    if tuple(setup.task.data.dataset.classes) != tuple(model.classes):
+def _open_run_model(config: Config, engine: Any, model: Path) -> tuple[RunSetup, OpenRun, ServerState]:
+    """Open the delivered model of a run in its own edit space, or the personal models if its clients have them."""
+    latest = checkpoint.load_latest(model / "checkpoints", config.digest)
+    if latest is None or latest.meta.get("personal"):
         raise FedgraftError(
-            f"the model's classes are {', '.join(model.classes)[:200]}, and the federation's "
-            f"{', '.join(setup.task.data.dataset.classes)[:200]}; evaluate a model of the same classes."
+            "E-DEPLOY-NO-CHECKPOINT",
+            f"{model} has no checkpoint whose model can be sent to nodes",
+            "run it again",
+            path=str(model),
         )
-    if setup.task.transform.rule.digest != model.transform.rule.digest or (
-        (setup.task.transform.mean, setup.task.transform.std) != (model.transform.mean, model.transform.std)
-    ):
+    setup = wait_for_clients(config, engine, classes=latest.meta["classes"])
+    install(setup.task.network, latest.tensors["head"])
+    opened = open_run(setup, None, saved_edit(latest.tensors))
+    state, engine.memory = from_tensors(latest.round, latest.tensors, latest.meta)
+    best_vector = latest.tensors.get("best/vector")
+    if has_one_model(setup.algorithm) and best_vector is not None:
+        state = replace(state, vector=best_vector)
+    return setup, opened, state
+
+
+def _open_foreign_model(config: Config, engine: Any, model: Predictor) -> tuple[RunSetup, OpenRun, ServerState]:
+    """Open all weights of any model; refuse one of other classes or other preprocessing than the nodes'."""
+    setup = wait_for_clients(config, engine, classes=model.classes)
+    federation_classes = setup.task.data.dataset.classes
+    if tuple(federation_classes) != tuple(model.classes):
         raise FedgraftError(
-            "the model was trained on images prepared in another way than the federation's config says (size, "
-            "normalisation); set data.image_size, data.resize and data.normalise as in its training."
+            "E-DEPLOY-MODEL-CLASSES",
+            f"the model's classes are {', '.join(model.classes)[:200]}, and the federation's "
+            f"{', '.join(federation_classes)[:200]}",
+            "evaluate a model of the same classes",
+        )
+    transform = setup.task.transform
+    same_rule = transform.rule.digest == model.transform.rule.digest
+    same_normalization = (transform.mean, transform.std) == (model.transform.mean, model.transform.std)
+    if not same_rule or not same_normalization:
+        raise FedgraftError(
+            "E-DEPLOY-MODEL-PREPROCESSING",
+            "the model was trained with another preprocessing of images (size, normalisation) than the federation's "
+            "config has",
+            "set data.image_size, data.resize and data.normalise as in its training",
         )
     opened = open_run(setup, None, {})
-    return setup, opened, start(setup.algorithm, weights(opened, model), opened.space.trained)
+    return setup, opened, start(setup.algorithm, weights_as_vector(opened, model), opened.space.trained)
 
 
-def weights(opened: OpenRun, model: Predictor) -> Tensor:
-    """A model's weights as a vector of the open space; another architecture is refused."""
-    have = {name: tuple(t.shape) for name, t in model.network.state_dict().items()}
+def weights_as_vector(opened: OpenRun, model: Predictor) -> Tensor:
+    """Return a model's weights as a vector of the edit space; refuse another architecture."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.network.state_dict().items()}
     space = opened.space
-    if strange := [part.name for part in (*space.parts, *space.buffers) if have.get(part.name) != part.shape]:
-        raise FedgraftError(
-            f"the model has another architecture than the federation's network ({strange[0]}); make a federation with "
-            "its base as model.name."
-        )
+    for part in (*space.parts, *space.buffers):
+        if shapes.get(part.name) != part.shape:
+            raise FedgraftError(
+                "E-DEPLOY-MODEL-ARCHITECTURE",
+                f"the model has another architecture than the federation's network ({part.name})",
+                "create a federation with its base as model.name",
+                tensor=part.name,
+            )
     return space.gather(model.network)
 
 
-def lines(told: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The answer as a Markdown table: a row for each site and one for all of them together."""
-    rows = {names[int(k)]: found for k, found in told["clients"].items()} | {"all sites": told["pooled"]}
-    wanted = [name for name in told["metrics"] if name in told["pooled"]]
-    made = [["site", *(name.replace("_", " ") for name in wanted)], ["---"] * (1 + len(wanted))]
-    made += [[site, *(cell(found.get(name)) for name in wanted)] for site, found in rows.items() if found]
-    return [f"| {' | '.join(row)} |" for row in made]
+def markdown_table(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return the lines of a Markdown table of an evaluation: a row for each site and one for all of them together."""
+    metrics = [name for name in result["metrics"] if name in result["pooled"]]
+    header = ["site", *(name.replace("_", " ") for name in metrics)]
+    lines = [_table_row(header), _table_row(["---"] * len(header))]
+    sites = {names[int(client)]: cells for client, cells in result["clients"].items()}
+    sites["all sites"] = result["pooled"]
+    for site, cells in sites.items():
+        if cells:
+            lines.append(_table_row([site, *(cell(cells.get(name)) for name in metrics)]))
+    return lines
+
+
+def _table_row(cells: Sequence[str]) -> str:
+    """Return a row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"

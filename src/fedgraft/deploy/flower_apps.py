@@ -1,15 +1,14 @@
 """fedgraft's Flower apps: `server` and `client`, which a Flower app names as its components.
 
-The run's settings (`run_config`, all text): `config` is the whole config as TOML; `folder` the run folder on the
-server's machine, which is made there, or gone on with from its last checkpoint; optional are `server-data` and
-`server-source`, the server's own images, `federation`, the folder whose keys say which node is which client, `wait`,
-the seconds it waits for nodes (300), and `task`: `preflight`, or `evaluate` with the place of a `model` and `metrics`,
-instead of a run. A node's settings (`node_config`): `partition-id` is its client number; `data` a path that only it
-knows and `source` its kind (folder, features, ...). `FEDGRAFT_NODE_HOME` says where a node keeps what its client
-remembers.
+Settings of a run (`run_config`, all text): `config`, the whole config as TOML; `folder`, the run folder on the server's
+machine, which is created or continued from its last checkpoint; optional `server-data` and `server-source`, the
+server's own images; `federation`, the folder whose keys assign nodes to clients; `wait`, the seconds to wait for nodes
+(300); and `task`, which replaces the run: `preflight`, or `evaluate` with the path of a `model` and `metrics`. Settings
+of a node (`node_config`): `partition-id`, its client number; `data`, a path that only it knows, and `source`, its
+format. The environment variable `FEDGRAFT_NODE_HOME` is the folder of client memories on a node.
 
-Importing this file loads neither torch nor a network: Flower starts a process per message, and that process only
-hands the message to the node's worker.
+Importing this module loads neither torch nor a network: Flower starts a process per message, and that process only
+forwards the message to the node's worker.
 """
 
 from __future__ import annotations
@@ -23,94 +22,134 @@ from typing import TYPE_CHECKING, Any
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.deploy import limits
-from fedgraft.deploy.process import KEEPS
+from fedgraft.deploy.process import NODE_STATE_VARIABLE
 from fedgraft.engines.flower.client import Slots, client_app
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, ask_worker
 from fedgraft.engines.flower.wire import server_app
 
 if TYPE_CHECKING:
     from fedgraft.config.load import Config
-    from fedgraft.deploy.node import Nodes
+    from fedgraft.deploy.node import NodeWorker
+    from fedgraft.engines.flower.server import FlowerEngine
     from fedgraft.runs.tracking import Progress
 
-__all__ = ["client", "server", "simulate"]
+__all__ = ["client", "run_simulation", "server"]
 
-_nodes: Nodes | None = None
+_DEFAULT_WAIT = 300.0  # seconds to wait for nodes
+_SIMULATED_NODES = 4  # nodes that a simulation's process keeps in memory
+
+_worker: NodeWorker | None = None  # of a simulation
 
 
-def _serve(worker_request: WorkerRequest, slots: Slots) -> WorkerResponse:
-    """Let the node's worker do it; in a simulation this process is the worker."""
-    if (
-        KEEPS in os.environ or 'engine = "flower-sim"' not in worker_request.config
-    ):  # a node with a key simulates nothing
+# ---- the client ------------------------------------------------------------------------------------------------------
+
+
+def _carry_out(worker_request: WorkerRequest, slots: Slots) -> WorkerResponse:
+    """Let the node's worker carry out a request; in a simulation this process is the worker."""
+    simulated = 'engine = "flower-sim"' in worker_request.config
+    if NODE_STATE_VARIABLE in os.environ or not simulated:  # a node with a key never simulates
         return ask_worker(worker_request)
     if not worker_request.request:
         return WorkerResponse(facts={"client": worker_request.client})
-    global _nodes
-    if _nodes is None:
-        from fedgraft.deploy.node import Nodes
+    global _worker
+    if _worker is None:
+        from fedgraft.deploy.node import NodeWorker
 
-        _nodes = Nodes(keep=4)
-    return _nodes.carry_out(worker_request, slots)
+        _worker = NodeWorker(capacity=_SIMULATED_NODES)
+    return _worker.carry_out(worker_request, slots)
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
 
 
 def _main(grid: Any, context: Any) -> None:
-    """The server's part of a run."""
-    _run(grid, {name: str(value) for name, value in context.run_config.items()})
+    """Run the server app: the task of its settings."""
+    _run_task(grid, {name: str(value) for name, value in context.run_config.items()})
 
 
-def _run(grid: Any, settings: Mapping[str, str], progress: Progress | None = None) -> dict[str, Any]:
-    from fedgraft.deploy.deployed import config_of, run_deployed
+def _run_task(grid: Any, settings: Mapping[str, str], progress: Progress | None = None) -> dict[str, Any]:
+    """Run the task of these settings: a training run, a preflight or an evaluation; return its result."""
+    from fedgraft.deploy.deployed import parse_config, run_deployed
+
+    if not settings.get("config") or not settings.get("folder"):
+        raise FedgraftError(
+            "E-DEPLOY-RUN-SETTINGS",
+            "the Flower run lacks the settings 'config' and 'folder'",
+            "start it with: fedgraft deploy submit",
+        )
+    logging.getLogger("fedgraft").setLevel(logging.INFO)
+    config = parse_config(settings["config"])
+    engine = _make_engine(grid, config, settings)
+    folder = Path(settings["folder"])
+    if not folder.is_absolute():
+        raise FedgraftError(
+            "E-DEPLOY-RELATIVE-FOLDER",
+            f"the run folder {folder} is not an absolute path",
+            "start the run with: fedgraft deploy submit",
+            path=str(folder),
+        )
+    task = settings.get("task", "")
+    if task:
+        return _run_query(task, config, folder, engine, settings)
+    server_data = settings.get("server-data", "")
+    source = settings.get("server-source", "")
+    return run_deployed(config, folder, engine, server_data, source, progress)
+
+
+def _make_engine(grid: Any, config: Config, settings: Mapping[str, str]) -> FlowerEngine:
+    """Return the engine that sends requests through Flower."""
     from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
     from fedgraft.runs.setup import minimum_answers
 
-    if not settings.get("config") or not settings.get("folder"):
-        raise FedgraftError("the Flower run needs the settings 'config' and 'folder'; use fedgraft deploy submit.")
-    logging.getLogger("fedgraft").setLevel(logging.INFO)
-    config = config_of(settings["config"])
-    patience = Patience(
-        config.rounds.deadline, float(settings.get("wait") or 300), minimum_answers(config, deployed=True)
-    )
+    wait = float(settings.get("wait") or _DEFAULT_WAIT)
+    patience = Patience(config.rounds.deadline, wait, minimum_answers(config, deployed=True))
     if settings.get("task"):
         patience = replace(patience, least=1)
-    transport, members = FlowerTransport(grid), _members(settings.get("federation", ""))
-    engine = FlowerEngine(transport, config.partition.clients, patience, members=members)
-    folder = Path(settings["folder"])
-    if not folder.is_absolute():
-        raise FedgraftError(f"the run folder must be an absolute path, not {folder}.")
-    if settings.get("task"):
-        from fedgraft.deploy import evaluate, preflight
-
-        if settings["task"] == preflight.ACTION:
-            return preflight.look(config, folder, engine)
-        chosen = tuple(filter(None, settings.get("metrics", "").split(",")))
-        return evaluate.measure(config, folder, engine, settings.get("model", ""), chosen)
-    data, source = settings.get("server-data", ""), settings.get("server-source", "")
-    return run_deployed(config, folder, engine, data, source, progress)
+    members = _registered_members(settings.get("federation", ""))
+    return FlowerEngine(FlowerTransport(grid), config.partition.clients, patience, members=members)
 
 
-def _members(federation: str) -> Callable[[], dict[int, int]] | None:
-    """What tells which client each connected node's key was registered for; None where there are no keys."""
+def _run_query(
+    task: str, config: Config, folder: Path, engine: FlowerEngine, settings: Mapping[str, str]
+) -> dict[str, Any]:
+    """Run a task without training: a preflight or an evaluation."""
+    from fedgraft.deploy import evaluate, preflight
+
+    if task == preflight.ACTION:
+        return preflight.collect_preflight(config, folder, engine)
+    metrics = [name for name in settings.get("metrics", "").split(",") if name]
+    return evaluate.evaluate_on_nodes(config, folder, engine, settings.get("model", ""), metrics)
+
+
+def _registered_members(federation: str) -> Callable[[], dict[int, int]] | None:
+    """Return a function that maps connected nodes to the clients of their keys; None if there are no keys."""
     if not federation:
         return None
 
-    def ask() -> dict[int, int]:
+    def query_members() -> dict[int, int]:
+        from fedgraft.deploy.coordinator import connect_control
         from fedgraft.deploy.folder import open_federation
-        from fedgraft.deploy.server import control_of
 
-        found = open_federation(Path(federation))
-        with control_of(found) as control:
-            return {node.id: found.names.index(node.name) for node in control.nodes() if node.name in found.names}
+        folder = open_federation(Path(federation))
+        members = {}
+        with connect_control(folder) as control:
+            for node in control.nodes():
+                if node.name in folder.names:
+                    members[node.id] = folder.names.index(node.name)
+        return members
 
-    return ask
+    return query_members
 
 
-def simulate(config: Config, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Run a config through Flower's simulation on Ray: the very apps of a deployment, on the cores of this machine."""
+# ---- simulation ------------------------------------------------------------------------------------------------------
+
+
+def run_simulation(config: Config, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Run a config in Flower's simulation on Ray: the apps of a deployment, on this machine; return the summary."""
     from importlib.util import find_spec
 
     from fedgraft.config.load import to_toml
-    from fedgraft.engines.flower.wire import simulate as run_apps
+    from fedgraft.engines.flower.wire import simulate
 
     if find_spec("ray") is None:
         raise MissingExtra("ray", "simulation", "engine=flower-sim")
@@ -122,28 +161,32 @@ def simulate(config: Config, folder: Path, progress: Progress | None = None) -> 
 
     def main(grid: Any, context: Any) -> None:
         try:
-            summaries.append(_run(grid, settings, progress))
+            summaries.append(_run_task(grid, settings, progress))
         except BaseException as error:
-            errors.append(error)  # Flower would only say that there was one
+            errors.append(error)  # Flower would only report that there was one
 
     try:
-        run_apps(server_app(main), client_app(_serve, settings), config.partition.clients)
+        simulate(server_app(main), client_app(_carry_out, settings), config.partition.clients)
     except RuntimeError as error:
         if not errors:
-            raise FedgraftError(f"Flower's simulation broke down: {_first_cause(error)}") from error
+            raise FedgraftError(
+                "E-DEPLOY-SIMULATION",
+                f"Flower's simulation failed: {_root_cause(error)}",
+                "see the messages of Ray above, or use engine=reference",
+            ) from error
     if errors:
         raise errors[0]
     return summaries[0]
 
 
-def _first_cause(error: BaseException) -> str:
-    """What an error came from, as one line."""
+def _root_cause(error: BaseException) -> str:
+    """Return the first error of a chain, as one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
-if KEEPS in os.environ:  # a node's process
-    limits.bound_arrays(limits.order_limit(Path(os.environ[KEEPS]).parent / "policy.toml"))
-client = client_app(_serve)
+if NODE_STATE_VARIABLE in os.environ:  # a node's process
+    limits.bound_arrays(limits.request_limit(Path(os.environ[NODE_STATE_VARIABLE]).parent / "policy.toml"))
+client = client_app(_carry_out)
 server = server_app(_main)

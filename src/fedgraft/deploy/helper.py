@@ -1,6 +1,6 @@
-"""Flower's helper with everything loaded: it forks a child per message where Flower's own starts a Python.
+"""Flower's SuperExec with all modules loaded: it forks a child per message where Flower's own starts a new Python.
 
-Starting one costs nearly two seconds of computing; `python -m fedgraft.deploy.gate superexec FLAGS...` starts ours.
+Starting one costs nearly two seconds of processor time. `python -m fedgraft.deploy.gate superexec FLAGS...` starts it.
 """
 
 from __future__ import annotations
@@ -18,98 +18,108 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from fedgraft.deploy.process import gate
+from fedgraft.deploy.process import gate_command
+
+FLOWER_COMMANDS = {
+    "flwr-clientapp": ("flwr.supernode.cli", "fedgraft.deploy.flower_apps"),
+    "flwr-serverapp": ("flwr.superlink.cli", "fedgraft.deploy.flower_apps", "fedgraft.deploy.deployed"),
+}
+"""The module of each command of Flower, and the modules it will need: loaded once here, for all children."""
+_ORPHAN_GRACE = 15.0  # seconds in which a run whose helper has ended can record that it was interrupted
 
 
-class Pace:
-    """How long a node pauses: briefly after an order, longer and longer without one, never longer than Flower would."""
+class PollPacer:
+    """The pauses between polls: short after a request, then longer and longer, never longer than Flower's."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        rest: Callable[[float], None] = time.sleep,
-        least: float = 0.1,
+        sleep: Callable[[float], None] = time.sleep,
+        shortest: float = 0.1,
     ) -> None:
-        self.clock, self.rest, self.least, self.last = clock, rest, least, clock()
+        self._clock = clock
+        self._sleep = sleep
+        self._shortest = shortest
+        self._last_work = clock()
 
-    def worked(self) -> None:
-        """There was an order just now."""
-        self.last = self.clock()
+    def note_work(self) -> None:
+        """Note that there was a request just now."""
+        self._last_work = self._clock()
 
     def sleep(self, seconds: float) -> None:
-        """Pause where Flower would pause for so many seconds."""
-        self.rest(min(seconds, max(self.least, 0.05 * (self.clock() - self.last))))
+        """Pause where Flower would pause for this many seconds."""
+        idle = self._clock() - self._last_work
+        pause = max(self._shortest, 0.05 * idle)
+        self._sleep(min(seconds, pause))
 
 
 def superexec() -> None:
-    """Run Flower's helper, which starts a process per message and per run, so that it forks them instead."""
+    """Run Flower's SuperExec, which starts a process per message and per run, so that it forks them instead."""
     from flwr.supercore.cli import flower_superexec
     from flwr.supercore.superexec import run_superexec as loop
     from flwr.supercore.superexec.executor import subprocess_executor as executor
 
-    pace, loaded = Pace(least=0.05), {"flwr-clientapp": _load("flwr-clientapp")}
+    pacer = PollPacer(shortest=0.05)
+    loaded = {"flwr-clientapp": _load_command("flwr-clientapp")}
 
-    def start(arguments: Sequence[str], **more: Any) -> None:
-        pace.worked()
-        if arguments[0] in loaded:
-            _fork(arguments, loaded[arguments[0]], "stdout" in more)
-            return
-        known = arguments[0] in COMMANDS
-        subprocess.Popen(gate(arguments[0], arguments[1:]) if known else arguments, **more)
-        if known:  # the first run does not wait while torch is loaded here, and the next need not load it
-            loaded[arguments[0]] = _load(arguments[0])
+    def start(arguments: Sequence[str], **options: Any) -> None:
+        name = arguments[0]
+        pacer.note_work()
+        if name in loaded:
+            _fork(arguments, loaded[name], silent="stdout" in options)
+        elif name in FLOWER_COMMANDS:
+            # The first run need not wait until torch is loaded here, and later ones need not load it.
+            subprocess.Popen(gate_command(name, arguments[1:]), **options)
+            loaded[name] = _load_command(name)
+        else:
+            subprocess.Popen(arguments, **options)
 
-    def collect(self: Any) -> None:
+    def collect_ended(self: Any) -> None:
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # those that have ended
+            while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
     executor.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
-    executor.SubprocessExecutor.reconcile = collect  # type: ignore[method-assign]
-    loop.time = SimpleNamespace(sleep=pace.sleep)  # type: ignore[assignment]
+    executor.SubprocessExecutor.reconcile = collect_ended  # type: ignore[method-assign]
+    loop.time = SimpleNamespace(sleep=pacer.sleep)  # type: ignore[assignment]
     flower_superexec()
 
 
-COMMANDS = {
-    "flwr-clientapp": ("flwr.supernode.cli", "fedgraft.deploy.flower_apps"),
-    "flwr-serverapp": ("flwr.superlink.cli", "fedgraft.deploy.flower_apps", "fedgraft.deploy.deployed"),
-}
-"""Where Flower's command is, and what else it will need: loaded once in the helper, there already in every child."""
-
-
-def _load(name: str) -> Callable[[], None]:
-    """One of Flower's commands, with what it needs."""
-    modules = [importlib.import_module(one) for one in COMMANDS[name]]
+def _load_command(name: str) -> Callable[[], None]:
+    """Return a command of Flower, with the modules loaded that it needs."""
+    modules = [importlib.import_module(module) for module in FLOWER_COMMANDS[name]]
     command: Callable[[], None] = getattr(modules[0], name.replace("-", "_"))
     return command
 
 
 def _fork(arguments: Sequence[str], command: Callable[[], None], silent: bool) -> None:
-    """Carry out one of Flower's commands in a child of this process, which has loaded what that needs."""
+    """Run a command of Flower in a forked child, which has its modules loaded already."""
     if os.fork():
         return
     if silent:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        null = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
-            os.dup2(nowhere, stream)
-    be(arguments, command)
+            os.dup2(null, stream)
+    run_as_child(arguments, command)
 
 
-def be(arguments: Sequence[str], command: Callable[[], None]) -> NoReturn:
-    """The child's life: Flower's command, as if it had been started by these words; it never returns to the helper."""
+def run_as_child(arguments: Sequence[str], command: Callable[[], None]) -> NoReturn:
+    """Run a command of Flower in this forked child as if started with these arguments, and exit with its code."""
     from flwr.supercore.exit import exit_handler
 
     code = 1
     try:
-        exit_handler.registered_exit_handlers.clear()  # those are the helper's
-        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
-            signal.signal(one, signal.default_int_handler if one == signal.SIGINT else signal.SIG_DFL)
+        exit_handler.registered_exit_handlers.clear()  # they belong to the parent
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
         sys.argv = list(arguments)
-        threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
         command()
         code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, int):
+            code = end.code
     except BaseException:
         traceback.print_exc()
     finally:
@@ -118,9 +128,9 @@ def be(arguments: Sequence[str], command: Callable[[], None]) -> NoReturn:
         os._exit(code)
 
 
-def _end_after(helper: int, grace: float = 15.0) -> None:
-    """End this process when its helper is gone: Flower's own watch waits for a main thread that may wait for ever."""
-    while os.getppid() == helper:
+def _exit_with_parent(parent: int, grace: float = _ORPHAN_GRACE) -> None:
+    """Exit when the parent has ended: Flower's own watch needs a main thread that may block for ever."""
+    while os.getppid() == parent:
         time.sleep(0.5)
-    time.sleep(grace)  # enough for a run to note that it was interrupted
+    time.sleep(grace)
     os._exit(1)

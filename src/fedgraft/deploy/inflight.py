@@ -1,11 +1,11 @@
-"""Orders in nodes' hands: one that nobody will answer any more is known as lost at once, at the server and at the node.
+"""Requests in flight: one that will never be answered is reported as lost at once, by the server and by the node.
 
-Flower gives an order once. If the answer to a node's question for it is lost on the way, if the process that works on
-it ends without an answer, or if that cannot be sent, nobody ever hears of the order again, and a run would wait for as
-long as for a node that is slow. But a node does one thing at a time: it asks for an order when it is done with the one
-before, or when it was started anew. So the server's link (`InHand`) knows by that question that an order without an
-answer will never have one, and says so to the run; and a node whose process ended without an answer does not wait for
-it (`answering`), but goes on and asks.
+Flower delivers a request once. If the response to a node's poll is lost on the way, if the process that works on the
+request ends without an answer, or if the answer cannot be sent, nobody hears of the request again, and a run would wait
+for it as long as for a slow node. But a node does one thing at a time: it polls for the next request when it has
+finished the one before, or when it was restarted. So the SuperLink (`InFlightTracker`) knows from that poll that an
+unanswered request will never be answered, and reports it to the run. A node whose process ended without an answer does
+not wait for it (`push_or_give_up`), but continues and polls.
 """
 
 from __future__ import annotations
@@ -14,113 +14,126 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LOST = "the node went on without answering this order"
+REQUEST_LOST = "the node continued without answering this request"
+"""The reason that a run gets in place of the response to a lost request."""
+_UNFINISHED = ("pending", "starting", "running")  # statuses of a task that may still answer
 
 
 class InFlightTracker:
-    """The link's view: which order each node was given, and which of them it is done with."""
+    """The SuperLink's record of the requests that nodes work on, and of those that they gave up."""
 
     def __init__(self) -> None:
-        self.given: dict[str, Any] = {}
-        """Orders without an answer so far, by their number: what they are."""
+        self.unanswered: dict[str, Any] = {}
+        """Metadata of the requests without a response so far, by message id."""
         self.latest: dict[int, str] = {}
-        self.over: set[str] = set()
-        """Those that their node is done with: if there is no answer, there will be none."""
+        """The request that each node received last."""
+        self.abandoned: set[str] = set()
+        """Requests whose node has moved on: if there is no response by now, there will be none."""
 
-    def asks(self, node: int) -> None:
-        """A node asks for its next order, or was started anew."""
-        if (before := self.latest.pop(node, None)) in self.given:
-            self.over.add(str(before))
+    def node_polled(self, node: int) -> None:
+        """Note that a node polls for its next request, or was restarted."""
+        previous = self.latest.pop(node, None)
+        if previous is not None and previous in self.unanswered:
+            self.abandoned.add(previous)
 
-    def gets(self, node: int, request: Any) -> None:
-        """A node is given an order; this is its metadata."""
-        self.given[request.message_id], self.latest[node] = request, request.message_id
+    def node_received(self, node: int, request: Any) -> None:
+        """Note that a node received a request with this metadata."""
+        self.unanswered[request.message_id] = request
+        self.latest[node] = request.message_id
 
-    def answered(self, request: str) -> None:
-        """The run has its answer."""
-        self.given.pop(request, None)
-        self.over.discard(request)
+    def run_received(self, request_id: str) -> None:
+        """Note that the run has the response to a request."""
+        self.unanswered.pop(request_id, None)
+        self.abandoned.discard(request_id)
 
-    def connecting(self, activate: Callable[..., Any]) -> Callable[..., Any]:
-        """Flower's letting a node in, with the note that what it had before died with its process."""
+    def wrap_activate(self, activate: Callable[..., Any]) -> Callable[..., Any]:
+        """Return Flower's handler that admits a node, noting that its earlier request died with its process."""
 
-        def answer(request: Any, state: Any) -> Any:
-            found = activate(request=request, state=state)
-            self.asks(found.node_id)
-            return found
+        def activate_node(request: Any, state: Any) -> Any:
+            response = activate(request=request, state=state)
+            self.node_polled(response.node_id)
+            return response
 
-        return answer
+        return activate_node
 
-    def giving(self, pull: Callable[..., Any]) -> Callable[..., Any]:
-        """Flower's giving a node its next order, noted."""
+    def wrap_pull(self, pull: Callable[..., Any]) -> Callable[..., Any]:
+        """Return Flower's handler that gives a node its next request, with the request noted."""
         from flwr.common.serde import message_from_proto
 
-        def answer(request: Any, state: Any, store: Any) -> Any:
-            self.asks(request.node.node_id)
-            found = pull(request=request, state=state, store=store)
-            for one in found.messages_list:
-                self.gets(request.node.node_id, message_from_proto(one).metadata)
-            return found
+        def pull_messages(request: Any, state: Any, store: Any) -> Any:
+            node = request.node.node_id
+            self.node_polled(node)
+            response = pull(request=request, state=state, store=store)
+            for message in response.messages_list:
+                self.node_received(node, message_from_proto(message).metadata)
+            return response
 
-        return answer
+        return pull_messages
 
-    def responses(self, look: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        """Flower's look for the answers to a run's orders, in which a lost order has an error as its answer."""
+    def wrap_get_responses(self, get_responses: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        """Return Flower's method that collects the responses to a run's requests, with errors for lost requests."""
 
-        def answer(state: Any, message_ids: set[str], run_id: int) -> list[Any]:
-            over = message_ids & self.over  # before the look: the answer of a node that is done is there by now
-            found = look(state, message_ids=message_ids, run_id=run_id)
-            for one in found:
-                self.answered(one.metadata.reply_to_message_id)
-            for one in over & self.over:
-                found.append(lost(self.given[one]))
-                state._store_generated_message(found[-1])
-                self.answered(one)
-            return found
+        def get_message_res(state: Any, message_ids: set[str], run_id: int) -> list[Any]:
+            abandoned = message_ids & self.abandoned  # before collecting: a response sent before the poll is there now
+            responses = get_responses(state, message_ids=message_ids, run_id=run_id)
+            for response in responses:
+                self.run_received(response.metadata.reply_to_message_id)
+            for request_id in abandoned & self.abandoned:
+                response = lost_response(self.unanswered[request_id])
+                responses.append(response)
+                state._store_generated_message(response)
+                self.run_received(request_id)
+            return responses
 
-        return answer
+        return get_message_res
 
 
-def lost(request: Any) -> Any:
-    """The answer to an order that nobody will answer."""
+def lost_response(request: Any) -> Any:
+    """Return the error message in place of the response to a lost request."""
     from flwr.app import Error
     from flwr.app.message import make_message
     from flwr.common.constant import ErrorCode
     from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
 
-    like = create_message_error_unavailable_res_message(request, "node_unavail").metadata
-    response = make_message(like, error=Error(ErrorCode.NODE_UNAVAILABLE, LOST))
+    metadata = create_message_error_unavailable_res_message(request, "node_unavail").metadata
+    response = make_message(metadata, error=Error(ErrorCode.NODE_UNAVAILABLE, REQUEST_LOST))
     response.metadata.__dict__["_message_id"] = response.object_id
     return response
 
 
-def answering(push: Callable[..., None], rest: Callable[[float], None] = time.sleep) -> Callable[..., None]:
-    """A node's waiting for its answer and sending it, which ends when no process works on one any more."""
+def push_or_give_up(push: Callable[..., None], sleep: Callable[[float], None] = time.sleep) -> Callable[..., None]:
+    """Return Flower's function that waits for a node's answer and sends it; it gives up if no process works on one."""
 
-    def send(*, state: Any, object_store: Any, **parts: Any) -> None:
-        while not (ready := _whole(state, object_store)):
-            working = state.get_tasks(statuses=["pending", "starting", "running"])
-            if not working and not (ready := _whole(state, object_store)):  # it may have ended well since the look
-                break
-            rest(0.5)
-        if ready:
-            push(state=state, object_store=object_store, **parts)
-            return
-        why = [one.status.details for one in state.get_tasks()][-1:]
-        print(f"WARNING: an order's process ended without an answer {why}", flush=True)
-        for entry in list(state.msg_store.values()):  # half an answer would be waited for as well
-            object_store.delete(entry.message.metadata.message_id)
-        state.delete_messages()
+    def push_messages(*, state: Any, object_store: Any, **arguments: Any) -> None:
+        while not _answer_complete(state, object_store):
+            unfinished = state.get_tasks(statuses=list(_UNFINISHED))
+            if not unfinished and not _answer_complete(state, object_store):  # it may have completed in between
+                _discard_answer(state, object_store)
+                return
+            sleep(0.5)
+        push(state=state, object_store=object_store, **arguments)
 
-    return send
+    return push_messages
 
 
-def _whole(state: Any, object_store: Any) -> bool:
-    """Whether there is an answer, with all its pieces."""
+def _discard_answer(state: Any, object_store: Any) -> None:
+    """Forget the request and a partial answer, for which the node would wait as well."""
+    details = [task.status.details for task in state.get_tasks()]
+    print(f"WARNING: the process of a request ended without an answer {details[-1:]}", flush=True)
+    for entry in list(state.msg_store.values()):
+        object_store.delete(entry.message.metadata.message_id)
+    state.delete_messages()
+
+
+def _answer_complete(state: Any, object_store: Any) -> bool:
+    """Return whether there is an answer with all its objects."""
     from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
     with state.lock_msg_store:
-        waiting = [one.message.metadata for one in state.msg_store.values() if not one.is_retrieved]
-    answers = [one.message_id for one in waiting if one.reply_to_message_id]
-    trees = [object_store.get_object_tree(one) for one in answers]
-    return bool(trees) and all(object_store.get(one.object_id) for tree in trees for one in iterate_object_tree(tree))
+        pending = [entry.message.metadata for entry in state.msg_store.values() if not entry.is_retrieved]
+    answers = [metadata.message_id for metadata in pending if metadata.reply_to_message_id]
+    for message_id in answers:
+        for node in iterate_object_tree(object_store.get_object_tree(message_id)):
+            if not object_store.get(node.object_id):
+                return False
+    return bool(answers)

@@ -1,6 +1,6 @@
-"""Certificates and keys of a federation: an authority of its own, one server certificate, one key pair per node.
+"""Certificates and keys of a federation: its own certificate authority, one server certificate, one key pair per node.
 
-Private keys are P-384, written with mode 0600 before a byte is in them, and never overwritten.
+Private keys are P-384. Their files are created with mode 0600 before anything is written, and never overwritten.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 AUTHORITY_DAYS = 5 * 365
-SERVER_DAYS = 397  # some TLS libraries refuse longer-lived server certificates
+"""Days that a federation's authority is valid."""
+SERVER_DAYS = 397
+"""Days that a server certificate is valid; some TLS libraries refuse longer ones."""
+_IDENTITY_MARK = "fedgraft-identity="  # in the comment of a .pub file
 
 
 def _crypto() -> tuple[Any, Any, Any, Any]:
+    """Return the modules of `cryptography` that are used here: x509, hashes, serialization, ec."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -33,36 +37,42 @@ def _crypto() -> tuple[Any, Any, Any, Any]:
     return x509, hashes, serialization, ec
 
 
+# ---- key pairs of nodes ----------------------------------------------------------------------------------------------
+
+
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read; an existing one is refused."""
+    """Write a file that only its owner may read; refuse to overwrite one."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise FedgraftError(
-            f"{path} is there already, and a private key is never overwritten; move it away first."
+            "E-DEPLOY-KEY-EXISTS",
+            f"{path} exists already, and a private key is never overwritten",
+            "move it away first",
+            path=str(path),
         ) from None
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
 
 
 def make_node_key(folder: Path, name: str) -> tuple[Path, Path]:
-    """A node's key pair, `NAME.key` (stays here) and `NAME.pub` (goes to the coordinator), in OpenSSH's format."""
+    """Write a node's key pair in OpenSSH's format and return the paths of `NAME.key` (private) and `NAME.pub`."""
     _, _, serialization, ec = _crypto()
     key = ec.generate_private_key(ec.SECP384R1())
     folder.mkdir(parents=True, exist_ok=True)
-    private, public = folder / f"{name}.key", folder / f"{name}.pub"
-    encoding, bare = serialization.Encoding, serialization.NoEncryption()
-    write_private(private, key.private_bytes(encoding.PEM, serialization.PrivateFormat.OpenSSH, bare))
+    private = folder / f"{name}.key"
+    public = folder / f"{name}.pub"
+    encoding = serialization.Encoding
+    private_bytes = key.private_bytes(encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    write_private(private, private_bytes)
     line = key.public_key().public_bytes(encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    public.write_bytes(line + f" {name} {_MARK}{public_identity(identity_of(private)).hex()}\n".encode())
+    identity = public_identity(node_identity(private)).hex()
+    public.write_bytes(line + f" {name} {_IDENTITY_MARK}{identity}\n".encode())
     return private, public
 
 
-_MARK = "fedgraft-identity="
-
-
-def identity_of(private: Path) -> bytes:
-    """The key by which a node signs in secure sums. It follows from the node's key: one key, one identity, for good."""
+def node_identity(private: Path) -> bytes:
+    """Return the private key by which a node signs in secure sums, derived from its key: one key, one identity."""
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
     _, hashes, serialization, _ = _crypto()
@@ -72,119 +82,184 @@ def identity_of(private: Path) -> bytes:
 
 
 def public_identity(identity: bytes) -> bytes:
-    """What others know an identity by."""
+    """Return the public half of an identity key."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return Ed25519PrivateKey.from_private_bytes(identity).public_key().public_bytes_raw()
 
 
 def announced_identity(public: Path) -> tuple[str, bytes]:
-    """The name and the identity key that a .pub file announces."""
-    public_key_of(public)
-    name, _, mark = " ".join(public.read_text().split()[2:]).partition(" ")
+    """Return the node's name and its public identity key from a .pub file."""
+    public_key_line(public)
+    comment = " ".join(public.read_text().split()[2:])
+    name, _, mark = comment.partition(" ")
     try:
-        return name, bytes.fromhex(mark.removeprefix(_MARK) if mark.startswith(_MARK) else "none")
+        if not mark.startswith(_IDENTITY_MARK):
+            raise ValueError("no identity in the comment")
+        return name, bytes.fromhex(mark.removeprefix(_IDENTITY_MARK))
     except ValueError:
         raise FedgraftError(
-            f"{public} announces no identity key; its owner makes one with: fedgraft deploy key."
+            "E-DEPLOY-NO-IDENTITY",
+            f"{public} contains no identity key",
+            "its owner makes one with: fedgraft deploy key NAME",
+            path=str(public),
         ) from None
 
 
-def short(identity: bytes) -> str:
-    """An identity key in a form that two people can compare by voice: 16 hexadecimal digits of its hash, in fours."""
+def short_identity(identity: bytes) -> str:
+    """Return 16 hexadecimal digits of an identity key's hash, in fours: a form that two people can compare by voice."""
     digits = hashlib.sha256(b"fedgraft identity" + identity).hexdigest()[:16]
-    return " ".join(digits[i : i + 4] for i in range(0, 16, 4))
+    return " ".join(digits[start : start + 4] for start in range(0, 16, 4))
 
 
-def public_key_of(path: Path) -> str:
-    """The public key in a file, as one OpenSSH line without its comment; anything else is refused."""
+def public_key_line(path: Path) -> str:
+    """Return the public key of a file as one OpenSSH line without its comment; refuse anything else."""
     _, _, serialization, ec = _crypto()
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError):
         raise FedgraftError(
-            f"there is no readable public key file {path}; the node makes one with: fedgraft deploy key NAME."
+            "E-DEPLOY-NO-PUBLIC-KEY",
+            f"there is no readable public key file {path}",
+            "the node makes one with: fedgraft deploy key NAME",
+            path=str(path),
         ) from None
     if "PRIVATE KEY" in text:
-        raise FedgraftError(f"{path} is a private key, which must never leave its node; give the .pub file beside it.")
+        raise FedgraftError(
+            "E-DEPLOY-PRIVATE-KEY-SENT",
+            f"{path} is a private key, which must never leave its node",
+            "use the .pub file beside it",
+            path=str(path),
+        )
     try:
         key = serialization.load_ssh_public_key(text.encode())
     except Exception:
         key = None
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise FedgraftError(f"{path} is not a public key made by `fedgraft deploy key`.")
+        raise FedgraftError(
+            "E-DEPLOY-BAD-PUBLIC-KEY",
+            f"{path} is not a public key of a node",
+            "use the NAME.pub file that `fedgraft deploy key NAME` wrote",
+            path=str(path),
+        )
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
 
 
-def key_bytes(path: Path) -> bytes:
-    """A public key file in the form that Flower stores."""
+def flower_key_bytes(path: Path) -> bytes:
+    """Return the public key of a file in the form that Flower stores."""
     _, _, serialization, _ = _crypto()
-    key = serialization.load_ssh_public_key(public_key_of(path).encode())
+    key = serialization.load_ssh_public_key(public_key_line(path).encode())
     return bytes(key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo))
 
 
-def fingerprint(path: Path) -> str:
-    """The short form of a public key that two people can compare by voice, as `ssh-keygen -lf` prints it."""
-    blob = base64.b64decode(public_key_of(path).split()[1])
+def key_fingerprint(path: Path) -> str:
+    """Return the fingerprint of a public key as `ssh-keygen -lf` prints it, for two people to compare by voice."""
+    blob = base64.b64decode(public_key_line(path).split()[1])
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 
 def check_private_key(path: Path) -> None:
-    """Refuse a file that is no node's private key, or that other accounts of the machine can read."""
+    """Refuse a file that is not a node's private key, or that other accounts of the machine can read."""
     _, _, serialization, ec = _crypto()
     if not path.is_file():
-        raise FedgraftError(f"there is no key file {path}; make one with: fedgraft deploy key NAME.")
+        raise FedgraftError(
+            "E-DEPLOY-NO-PRIVATE-KEY",
+            f"there is no key file {path}",
+            "make one with: fedgraft deploy key NAME",
+            path=str(path),
+        )
     if path.stat().st_mode & 0o077:
-        raise FedgraftError(f"other accounts can read the private key {path}; run: chmod 600 {path}")
+        raise FedgraftError(
+            "E-DEPLOY-KEY-READABLE",
+            f"other accounts can read the private key {path}",
+            f"run: chmod 600 {path}",
+            path=str(path),
+        )
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), None)
     except Exception:
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise FedgraftError(f"{path} is not a private key made by `fedgraft deploy key`; give the .key file.")
+        raise FedgraftError(
+            "E-DEPLOY-BAD-PRIVATE-KEY",
+            f"{path} is not a private key of a node",
+            "use the NAME.key file that `fedgraft deploy key NAME` wrote",
+            path=str(path),
+        )
+
+
+# ---- certificates of the server --------------------------------------------------------------------------------------
 
 
 def check_authority(path: Path) -> None:
-    """Refuse a file that holds no certificate to check the server by."""
+    """Refuse a file that contains no certificate to verify the server by."""
     if not path.is_file():
-        raise FedgraftError(f"there is no certificate {path}; ask the coordinator for the federation's ca.crt.")
+        raise FedgraftError(
+            "E-DEPLOY-NO-CERTIFICATE",
+            f"there is no certificate {path}",
+            "ask the coordinator for the federation's ca.crt",
+            path=str(path),
+        )
     try:
         ssl.create_default_context().load_verify_locations(cafile=path)
     except (ssl.SSLError, OSError):
-        raise FedgraftError(f"{path} is not a certificate; ask the coordinator for the federation's ca.crt.") from None
+        raise FedgraftError(
+            "E-DEPLOY-BAD-CERTIFICATE",
+            f"{path} is not a certificate",
+            "ask the coordinator for the federation's ca.crt",
+            path=str(path),
+        ) from None
+
+
+def make_certificates(folder: Path, host: str) -> None:
+    """Write an authority (ca.crt, ca.key) and a certificate for `host` and this machine (server.crt, server.key)."""
+    _, _, serialization, ec = _crypto()
+    folder.mkdir(mode=0o700, parents=True)
+    authority = ec.generate_private_key(ec.SECP384R1())
+    server = ec.generate_private_key(ec.SECP384R1())
+    issuer = _common_name(f"fedgraft federation at {host}")
+    root = _certificate(issuer, issuer, authority, authority, AUTHORITY_DAYS, _authority_extensions())
+    leaf = _certificate(issuer, _common_name(host), server, authority, SERVER_DAYS, _server_extensions(host))
+    write_private(folder / "ca.key", _pem(authority))
+    write_private(folder / "server.key", _pem(server))
+    (folder / "ca.crt").write_bytes(root.public_bytes(serialization.Encoding.PEM))
+    (folder / "server.crt").write_bytes(leaf.public_bytes(serialization.Encoding.PEM))
 
 
 def renew_server_certificate(folder: Path, host: str) -> None:
-    """A new server key and certificate from the federation's own authority; nodes keep the ca.crt they have."""
+    """Replace the server's key and certificate, signed by the same authority, so that nodes keep their ca.crt."""
     x509, _, serialization, ec = _crypto()
     authority = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     issuer = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes()).subject
     server = ec.generate_private_key(ec.SECP384R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, host[:64])])
-    leaf = _certificate(issuer, subject, server, authority, SERVER_DAYS, _server_extensions(host))
-    formats = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    fresh = {"server.key": server.private_bytes(*formats), "server.crt": leaf.public_bytes(serialization.Encoding.PEM)}
-    for name, content in fresh.items():
+    leaf = _certificate(issuer, _common_name(host), server, authority, SERVER_DAYS, _server_extensions(host))
+    contents = {"server.key": _pem(server), "server.crt": leaf.public_bytes(serialization.Encoding.PEM)}
+    for name, content in contents.items():
         (folder / f".{name}.new").unlink(missing_ok=True)
         write_private(folder / f".{name}.new", content)
-    for name in fresh:
+    for name in contents:
         (folder / f".{name}.new").replace(folder / name)
 
 
-def make_certificates(folder: Path, host: str) -> None:
-    """An authority and a server certificate for `host` and this machine: ca.crt, ca.key, server.crt, server.key."""
-    x509, _, serialization, ec = _crypto()
-    folder.mkdir(mode=0o700, parents=True)
-    authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
-    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"fedgraft federation at {host}"[:64])])
-    root = _certificate(issuer, issuer, authority, authority, AUTHORITY_DAYS, _authority_extensions())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, host[:64])])
-    leaf = _certificate(issuer, subject, server, authority, SERVER_DAYS, _server_extensions(host))
-    for name, key in (("ca.key", authority), ("server.key", server)):
-        formats = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        write_private(folder / name, key.private_bytes(*formats))
-    for name, certificate in (("ca.crt", root), ("server.crt", leaf)):
-        (folder / name).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+def days_left(certificate: Path) -> int:
+    """Return the whole days until a certificate expires; negative once it has."""
+    x509 = _crypto()[0]
+    expiry = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
+    return int((expiry - datetime.datetime.now(datetime.UTC)).total_seconds() // 86400)
+
+
+def _pem(key: EllipticCurvePrivateKey) -> bytes:
+    """Return a private key as PEM, without encryption."""
+    _, _, serialization, _ = _crypto()
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _common_name(name: str) -> Any:
+    """Return an X.509 name; its length is limited to 64 characters."""
+    x509 = _crypto()[0]
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name[:64])])
 
 
 def _certificate(
@@ -193,8 +268,9 @@ def _certificate(
     owner: EllipticCurvePrivateKey,
     signer: EllipticCurvePrivateKey,
     days: int,
-    more: list[tuple[Any, bool]],
+    extensions: list[tuple[Any, bool]],
 ) -> Any:
+    """Return a signed certificate; each extension comes with whether it is critical."""
     x509, hashes, _, _ = _crypto()
     begin = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=5)  # clocks differ a little
     builder = (
@@ -208,54 +284,58 @@ def _certificate(
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(owner.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
-    for extension, critical in more:
+    for extension, critical in extensions:
         builder = builder.add_extension(extension, critical=critical)
     return builder.sign(signer, hashes.SHA384())
 
 
-def _usage(**used: bool) -> Any:
+def _key_usage(*purposes: str) -> Any:
+    """Return the key usage extension with only these purposes allowed."""
     x509 = _crypto()[0]
-    names = (
-        "digital_signature",
-        "content_commitment",
-        "key_encipherment",
-        "data_encipherment",
-        "key_agreement",
-        "key_cert_sign",
-        "crl_sign",
-        "encipher_only",
-        "decipher_only",
+    usage = dict.fromkeys(
+        (
+            "digital_signature",
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "key_cert_sign",
+            "crl_sign",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
     )
-    return x509.KeyUsage(**{name: used.get(name, False) for name in names})
+    for purpose in purposes:
+        usage[purpose] = True
+    return x509.KeyUsage(**usage)
 
 
 def _authority_extensions() -> list[tuple[Any, bool]]:
+    """Return the extensions of the authority's certificate, and whether each is critical."""
     x509 = _crypto()[0]
-    return [(x509.BasicConstraints(ca=True, path_length=0), True), (_usage(key_cert_sign=True, crl_sign=True), True)]
+    return [
+        (x509.BasicConstraints(ca=True, path_length=0), True),
+        (_key_usage("key_cert_sign", "crl_sign"), True),
+    ]
 
 
 def _server_extensions(host: str) -> list[tuple[Any, bool]]:
+    """Return the extensions of the server's certificate, and whether each is critical."""
     x509 = _crypto()[0]
-    names = [_general_name(name) for name in dict.fromkeys([host, "localhost", "127.0.0.1", "::1"])]
-    purpose = x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH])
+    hosts = dict.fromkeys([host, "localhost", "127.0.0.1", "::1"])
     return [
-        (x509.SubjectAlternativeName(names), False),
+        (x509.SubjectAlternativeName([_general_name(name) for name in hosts]), False),
         (x509.BasicConstraints(ca=False, path_length=None), True),
-        (_usage(digital_signature=True), True),
-        (purpose, False),
+        (_key_usage("digital_signature"), True),
+        (x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), False),
     ]
 
 
 def _general_name(name: str) -> Any:
+    """Return a host as an alternative name of a certificate: an IP address or a DNS name."""
     x509 = _crypto()[0]
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         return x509.DNSName(name)
-
-
-def days_left(certificate: Path) -> int:
-    """Whole days until a certificate runs out; negative once it has."""
-    x509 = _crypto()[0]
-    found = x509.load_pem_x509_certificate(certificate.read_bytes())
-    return int((found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).total_seconds() // 86400)

@@ -1,11 +1,12 @@
-"""A whole federation on this machine: an authenticated TLS server, one process per node, one run, nothing left over.
+"""A whole federation on this machine: a TLS server with registered keys, one process per node, one run; then cleanup.
 
-It is what `deploy init|key|register|server|node|submit|stop` do, one after another, on the loopback address.
+It performs what `deploy init|key|register|server|node|submit|stop` do, one after another, on the loopback address.
 """
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,123 +15,153 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.deploy import folder as federation
-from fedgraft.deploy import process as federation_process
 from fedgraft.deploy.control import RunState
-from fedgraft.deploy.folder import FederationFolder
+from fedgraft.deploy.coordinator import (
+    check_completed,
+    connect_control,
+    run_state,
+    start_server,
+    stop_server,
+    submit_run,
+)
+from fedgraft.deploy.folder import FederationFolder, create_federation
 from fedgraft.deploy.keys import make_node_key
-from fedgraft.deploy.run_node import NodeChoice, why_ended
-from fedgraft.deploy.server import control_of, start_server, state_of, stop_server, submit
+from fedgraft.deploy.process import end_process, process_id
+from fedgraft.deploy.run_node import NodeOptions, node_failure
 
 if TYPE_CHECKING:
     from fedgraft.config.load import Config
     from fedgraft.runs.tracking import Progress
 
-JOIN_SECONDS = 180.0
-_LOOK = 0.5  # seconds between two looks at the run's files
-_ASK = 3.0  # seconds between two questions to the engine
+CONNECT_SECONDS = 180.0
+"""Seconds that the nodes have to connect."""
+_FILE_INTERVAL = 0.5  # seconds between two reads of the run's files
+_STATUS_INTERVAL = 3.0  # seconds between two queries to the SuperLink
+
+LocalNode = tuple[NodeOptions, subprocess.Popen[bytes]]
 
 
 class LocalFederation:
-    """A federation whose server and nodes are processes of this machine, by client number."""
+    """A federation whose server and nodes are processes of this machine."""
 
-    def __init__(self, fed: FederationFolder, nodes: dict[int, tuple[NodeChoice, Any]]) -> None:
-        self.fed, self.nodes = fed, nodes
+    def __init__(self, folder: FederationFolder, nodes: dict[int, LocalNode]) -> None:
+        self.folder = folder
+        self.nodes = nodes
+        """Options and process of each node, by client number."""
 
-    def wait(self) -> None:
-        """Wait until every node is connected; one that ended instead says why."""
-        until = time.monotonic() + JOIN_SECONDS
-        with control_of(self.fed) as control:
+    def wait_for_nodes(self) -> None:
+        """Wait until every node is connected; raise the reason if one ends instead."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        with connect_control(self.folder) as control:
             while sum(node.online for node in control.nodes()) < len(self.nodes):
-                for choice, process in self.nodes.values():
-                    if process.poll() is not None:
-                        raise FedgraftError(why_ended((choice.home / "node.log").read_text(errors="replace"), choice))
-                if time.monotonic() > until:
-                    raise FedgraftError(f"the nodes did not connect within {JOIN_SECONDS:g} s; see {self.fed.log}.")
-                time.sleep(_LOOK)
+                self._check_nodes_run()
+                if time.monotonic() > deadline:
+                    raise FedgraftError(
+                        "E-DEPLOY-CONNECT-TIMEOUT",
+                        f"the nodes did not connect within {CONNECT_SECONDS:g} s",
+                        f"see {self.folder.log}",
+                        log=str(self.folder.log),
+                    )
+                time.sleep(_FILE_INTERVAL)
+
+    def _check_nodes_run(self) -> None:
+        """Raise the reason why a node has ended, if one has."""
+        for options, process in self.nodes.values():
+            if process.poll() is not None:
+                raise node_failure(options.log.read_text(errors="replace"), options)
+
+
+def _same_address(address: str, certificates: Path) -> str:
+    """Return the address unchanged: nodes connect to the server itself."""
+    return address
 
 
 @contextmanager
-def local_federation(
-    config: Config, through: Callable[[str, Path], str] = lambda address, certificates: address
-) -> Iterator[LocalFederation]:
-    """Start server and nodes for a config's clients, and end them all afterwards, whatever happened.
+def local_federation(config: Config, route: Callable[[str, Path], str] = _same_address) -> Iterator[LocalFederation]:
+    """Start server and nodes for a config's clients, and end them all afterwards, whatever happens.
 
-    `through` may name another address for nodes to reach the server by, such as a proxy that counts.
+    `route` may return another address by which nodes reach the server, such as that of a proxy that counts bytes.
     """
     root = Path(tempfile.mkdtemp(prefix="fedgraft-local-"))
     names = [f"node-{number}" for number in range(config.partition.clients)]
-    nodes: dict[int, tuple[NodeChoice, Any]] = {}
-    fed = federation.create(root / "federation", config, names, "127.0.0.1", one_machine=True)
+    nodes: dict[int, LocalNode] = {}
+    folder = create_federation(root / "federation", config, names, "127.0.0.1", one_machine=True)
     try:
         for name in names:
-            fed.register(name, make_node_key(root / name, name)[1])
-        address = through(start_server(fed, bound=True).address, fed.certificates)
+            _, public_key = make_node_key(root / name, name)
+            folder.register(name, public_key)
+        server = start_server(folder, bound=True)
+        address = route(server.address, folder.certificates)
         for number, name in enumerate(names):
-            choice = NodeChoice(address, fed.authority, root / name / f"{name}.key", number)
-            choice.check()
-            nodes[number] = choice, choice.start()
-        yield LocalFederation(fed, nodes)
+            options = NodeOptions(address, folder.authority, root / name / f"{name}.key", number)
+            options.check()
+            nodes[number] = options, options.start()
+        yield LocalFederation(folder, nodes)
     finally:
         for _, process in nodes.values():
-            federation_process.end(federation_process.known(process))
+            end_process(process_id(process))
             process.wait()
-        stop_server(fed)
-        shutil.rmtree(root, ignore_errors=True)  # the authority's key goes with it
+        stop_server(folder)
+        shutil.rmtree(root, ignore_errors=True)  # with the authority's private key
 
 
-def run_locally(config: Config, folder: Path, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run a config on a local federation and show how it goes; returns the summary."""
+def run_local_federation(
+    config: Config, folder: Path, progress: Progress, echo: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run a config on a local federation, report its progress, and return its summary."""
     from fedgraft.runs.folder import RunFolder
 
-    say(f"starting a server and {config.partition.clients} nodes on this machine")
+    echo(f"starting a server and {config.partition.clients} nodes on this machine")
     with local_federation(config) as local:
-        local.wait()
-        say(f"all {config.partition.clients} nodes are connected over TLS, each by its own key")
-        run = submit(local.fed, folder)
+        local.wait_for_nodes()
+        echo(f"all {config.partition.clients} nodes are connected over TLS, each with its own key")
+        run = submit_run(local.folder, folder)
         try:
-            state, reason = follow(local.fed, run, folder, config.rounds.total, progress)
+            state, reason = follow_run(local.folder, run, folder, config.rounds.total, progress)
         except BaseException:
-            with control_of(local.fed) as control:
+            with connect_control(local.folder) as control:
                 control.stop(run)
             raise
-        check_ended(state, reason)
+        check_completed(state, reason)
     return RunFolder.open(folder).summary()
 
 
-def follow(fed: FederationFolder, run: int, folder: Path, total: int, progress: Progress) -> tuple[RunState, str]:
-    """Show a run's rounds as they are written until the engine says that it is over."""
+def follow_run(
+    federation: FederationFolder, run: int, folder: Path, total: int, progress: Progress
+) -> tuple[RunState, str]:
+    """Report a run's rounds as they are written; return its final status and the reason once it has ended."""
     from fedgraft.core.files import read_metrics
 
-    shown: int | None = None
-    asked = 0.0
+    reported: int | None = None  # the last round that was reported; None until the run has its folder
+    last_query = 0.0
     while True:
-        lines = read_metrics(folder) if folder.is_dir() else []
-        if shown is None and (folder / "run.json").exists():
-            shown = int(lines[-1]["round"]) if lines else 0
-            progress.start(total, shown, f"run {run} writes to {folder}")
-        for line in lines:
-            if shown is not None and line["round"] > shown:
+        rounds = []
+        if folder.is_dir():
+            rounds = read_metrics(folder)
+        if reported is None and (folder / "run.json").exists():
+            reported = _last_round(rounds)
+            progress.start(total, reported, f"run {run} writes to {folder}")
+        for line in rounds:
+            if reported is not None and line["round"] > reported:
                 progress.update(line)
-                shown = int(line["round"])
-        if time.monotonic() - asked > _ASK:
-            state, reason = state_of(fed, run)
-            if state.over and (state.status != "completed" or shown is None or _all_shown(folder, shown)):
+                reported = int(line["round"])
+        if time.monotonic() - last_query > _STATUS_INTERVAL:
+            state, reason = run_state(federation, run)
+            if state.over and (state.status != "completed" or _all_reported(folder, reported)):
                 return state, reason
-            asked = time.monotonic()
-        time.sleep(_LOOK)
+            last_query = time.monotonic()
+        time.sleep(_FILE_INTERVAL)
 
 
-def _all_shown(folder: Path, shown: int) -> bool:
+def _last_round(rounds: list[dict[str, Any]]) -> int:
+    """Return the number of the last recorded round; 0 if there is none."""
+    if not rounds:
+        return 0
+    return int(rounds[-1]["round"])
+
+
+def _all_reported(folder: Path, reported: int | None) -> bool:
+    """Return whether the last recorded round was reported; also if the run has no folder."""
     from fedgraft.core.files import read_metrics
 
-    lines = read_metrics(folder)
-    return not lines or int(lines[-1]["round"]) <= shown
-
-
-def check_ended(state: RunState, reason: str) -> None:
-    """Refuse to call a run done that died."""
-    if state.status == "failed":
-        raise FedgraftError(f"the run died: {reason}")
-    if state.status == "stopped":
-        raise FedgraftError(f"run {state.id} was stopped before its end.")
+    return reported is None or _last_round(read_metrics(folder)) <= reported

@@ -1,9 +1,9 @@
-"""A node: carries out a server's orders on one machine's data, with the same `client.handle` as everywhere.
+"""A node: carries out the server's requests on one machine's data, with the same `client.handle` as everywhere.
 
 It builds the run from its config, serves its part of the config's data (a simulation of a deployment) or all of its
-own, and is told the head and the mask that the server opened. A client's memory follows the step that the server names
-(`slots`); what must never go back (the ledger, secure sums under way, identity) lies beside the node's key (`keep`).
-The owner's policy is read before a config is built, and again before each order.
+own, and receives the head and the edit space that the server opened. A client's memory follows the step that the server
+names (`slots`); state that must never go back (ledger, secure sums in progress, identity) lies beside the node's key
+(`node_state`). The owner's policy is read before a config is built, and again before each request.
 
 `python -m fedgraft.deploy.node SOCKET OWNER` is the worker that stays warm between messages (see `node_link`).
 """
@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fedgraft.client.action import Phase
 from fedgraft.client.actions import ACTIONS
@@ -28,14 +29,14 @@ from fedgraft.client.policy import Policy
 from fedgraft.config.agreement import rules_of
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config
-from fedgraft.core.client_memory import never_goes_back
+from fedgraft.core.client_memory import ClientMemory, never_goes_back
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import BadMessage, Request, pack, unpack
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.deploy import preflight
-from fedgraft.deploy.deployed import config_of, own_data
-from fedgraft.deploy.keep import Keep, noise_key
-from fedgraft.deploy.slots import DiskSlots, recall
+from fedgraft.deploy.deployed import OwnData, own_data, parse_config
+from fedgraft.deploy.node_state import NodeState, noise_key, same_tensors
+from fedgraft.deploy.slots import DiskSlots, load_memory
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, serve, without_path
 from fedgraft.local.memory import keep_freed_memory
 from fedgraft.runs.head_init import install
@@ -46,107 +47,186 @@ from fedgraft.runs.setup import setup_of
 log = logging.getLogger("fedgraft")
 
 
-class Node:
-    """One machine's part in one run."""
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+class NodeRun:
+    """One machine's part in one run: its setup, its policies, and the edit space once the server has opened it."""
 
     def __init__(self, worker_request: WorkerRequest) -> None:
         torch.set_num_threads(1)
-        self.key = node_key(worker_request)
         self.client = worker_request.client
-        self.config, self.task = config_of(worker_request.config), worker_request.task
+        self.task = worker_request.task
+        self.config = parse_config(worker_request.config)
         config: Config = self.config.model_copy(update={"engine": "reference", "workers": 1})
-        if not 0 <= worker_request.client < config.partition.clients:
+        if not 0 <= self.client < config.partition.clients:
             raise FedgraftError(
-                f"this node is client {worker_request.client}, and the run has clients 0 to "
-                f"{config.partition.clients - 1}."
+                "E-DEPLOY-CLIENT-NUMBER",
+                f"this node is client {self.client}, and the run has clients 0 to {config.partition.clients - 1}",
+                "start the node with the --id that the coordinator assigned",
+                client=self.client,
             )
-        self.keep = Keep.here()
-        self.owner = None if self.keep is None else self.keep.policy()
-        self.policies = agreed(self.config, self.owner, self.task)
-        federated = (
-            own_data(config, worker_request.source, worker_request.data, worker_request.classes)
-            if worker_request.data
-            else None
-        )
-        self.setup = setup_of(config, federated, for_training=False)
-        self.run = self.config.digest
+        self.state = NodeState.from_environment()
+        self.owner_policy = self._read_owner_policy()
+        self.policies = agreed_policies(self.config, self.owner_policy, self.task)
+        data: OwnData | None = None
+        if worker_request.data:
+            data = own_data(config, worker_request.source, worker_request.data, worker_request.classes)
+        self.setup = setup_of(config, data, for_training=False)
         self.opened: OpenRun | None = None
         self.digest = ""
-        self.run_fingerprint = run_fingerprint_of(self.config, worker_request.classes, b"")
+        """Digest of the opened edit space; empty before there is one."""
+        self.run_fingerprint = fingerprint_of_run(self.config, worker_request.classes, b"")
 
-    def _obey(self) -> None:
-        """The owner's rules as they stand in the file now: a stricter one holds from the next order on."""
-        owner = None if self.keep is None else self.keep.policy()
-        if owner != self.owner:
-            self.owner, self.policies = owner, agreed(self.config, owner, self.task)
+    def _read_owner_policy(self) -> Policy | None:
+        """Return the owner's policy as it is in the file now; None without one."""
+        if self.state is None:
+            return None
+        return self.state.policy()
+
+    def _refresh_policies(self) -> None:
+        """Read the owner's policy again: a stricter rule holds from the next request on."""
+        owner_policy = self._read_owner_policy()
+        if owner_policy != self.owner_policy:
+            self.owner_policy = owner_policy
+            self.policies = agreed_policies(self.config, owner_policy, self.task)
 
     def answer(self, worker_request: WorkerRequest, slots: MutableMapping[str, bytes]) -> WorkerResponse:
-        """Carry out one order; the memory is kept before the answer leaves."""
-        self._obey()
+        """Carry out one request; the client's memory is on disk before the response leaves."""
+        self._refresh_policies()
         request = replace(unpack(Request, worker_request.request), client=self.client)
         if worker_request.digest != self.digest:
             if not worker_request.opened:
                 return WorkerResponse(need=True)
-            self._follow(worker_request)
-        if request.run != self.run:
-            raise Refused("the order belongs to another run than its config", "config")
-        memory, slot = recall(slots, worker_request.after, self.client)
-        lasting = {} if self.keep is None else self.keep.load(self.client)
-        context = self._context(str(request.settings.get("sums", request.action)))
-        context.policies = self.policies
-        context.replays = self.keep is not None
-        context.run_fingerprint = self.run_fingerprint
-        context.noise_key = noise_key(lasting) if lasting else b""
-        response, kept = handle_or_refuse(request, self.setup.algorithm, context, {**memory, **lasting})
-        if self.keep is not None:  # on the disk before anything leaves
-            self.keep.store(self.client, {name: t for name, t in kept.items() if never_goes_back(name)}, lasting)
-            self.keep.believed(request, lasting, kept)
-            kept = {name: t for name, t in kept.items() if not never_goes_back(name)}
+            self._open_space(worker_request)
+        if request.run != self.config.digest:
+            raise Refused("the request belongs to another run than its config", "config")
+        memory, slot = load_memory(slots, worker_request.after, self.client)
+        permanent: dict[str, Tensor] = {}
+        if self.state is not None:
+            permanent = self.state.load(self.client)
+        context = self._context(request, permanent)
+        response, new_memory = handle_or_refuse(request, self.setup.algorithm, context, {**memory, **permanent})
+        if self.state is not None:  # on disk before anything leaves
+            new_memory = self._store_permanent(self.state, request, new_memory, permanent)
         step = worker_request.after
-        if kept and (kept.keys() != memory.keys() or any(kept[name] is not memory[name] for name in kept)):
+        if new_memory and not same_tensors(new_memory, memory):
             step = worker_request.becomes
-            slots[slot] = pack(Request(request.run, step, self.client, "memory", auxiliary=kept))
-        return WorkerResponse(error=response) if isinstance(response, str) else WorkerResponse(pack(response), step)
+            slots[slot] = pack(Request(request.run, step, self.client, "memory", auxiliary=new_memory))
+        if isinstance(response, str):
+            return WorkerResponse(error=response)
+        return WorkerResponse(pack(response), step)
 
-    def _follow(self, worker_request: WorkerRequest) -> None:
+    def _store_permanent(
+        self, state: NodeState, request: Request, memory: ClientMemory, previous: dict[str, Tensor]
+    ) -> ClientMemory:
+        """Store the part of a new memory that must never go back, and return the rest."""
+        permanent = {}
+        rest = {}
+        for name, tensor in memory.items():
+            if never_goes_back(name):
+                permanent[name] = tensor
+            else:
+                rest[name] = tensor
+        state.store(self.client, permanent, previous)
+        state.record_first_use_trust(request, previous, permanent)
+        return rest
+
+    def _open_space(self, worker_request: WorkerRequest) -> None:
+        """Open the edit space that the server sent; refuse one that does not fit the network."""
         if hashlib.blake2b(worker_request.opened, digest_size=12).hexdigest() != worker_request.digest:
-            raise FedgraftError("the edit space that was sent is not the one that was named.")
+            raise FedgraftError(
+                "E-DEPLOY-SPACE-DIGEST",
+                "the edit space that the server sent does not have the digest that it named",
+                "submit the run again",
+                client=self.client,
+            )
         tensors = unpack(Request, worker_request.opened).auxiliary
         if self.digest:
-            raise FedgraftError("a run cannot open a second edit space.")
+            raise FedgraftError(
+                "E-DEPLOY-SECOND-SPACE",
+                "the server sent a second edit space for the same run",
+                "submit the run again",
+                client=self.client,
+            )
         try:
             install(self.setup.task.network, tensors["head"])
-            given = "probe/inputs" in tensors
-            probe = FeatureExamples(tensors["probe/inputs"], tensors["probe/labels"], 0) if given else None
+            probe = None
+            if "probe/inputs" in tensors:
+                probe = FeatureExamples(tensors["probe/inputs"], tensors["probe/labels"], 0)
             self.opened = open_run(self.setup, None, saved_edit(tensors), probe)
         except (KeyError, ValueError, TypeError, IndexError, RuntimeError, AssertionError) as error:
-            log.warning("client %d was told a head or an edit space that does not fit: %r", self.client, error)
+            log.warning("client %d received a head or an edit space that does not fit: %r", self.client, error)
             raise Refused("the head or the edit space that was sent does not fit this network", "request") from error
-        self.digest, self.run_fingerprint = (
-            worker_request.digest,
-            run_fingerprint_of(self.config, worker_request.classes, worker_request.opened),
-        )
+        self.digest = worker_request.digest
+        self.run_fingerprint = fingerprint_of_run(self.config, worker_request.classes, worker_request.opened)
 
-    def _context(self, action_name: str) -> ClientContext:
+    def _context(self, request: Request, permanent: dict[str, Tensor]) -> ClientContext:
+        """Return the context of a request, with this node's policies, fingerprint and noise key."""
+        context = self._context_of(str(request.settings.get("sums", request.action)))
+        context.policies = self.policies
+        context.replays = self.state is not None
+        context.run_fingerprint = self.run_fingerprint
+        context.noise_key = b""
+        if permanent:
+            context.noise_key = noise_key(permanent)
+        return context
+
+    def _context_of(self, action_name: str) -> ClientContext:
         """Return the context in which an action of this name works: on the backbone, all weights, or the edit space."""
+        phase = None
         action = ACTIONS.get(action_name)
-        phase = None if action is None else action.phase
+        if action is not None:
+            phase = action.phase
         if phase is Phase.HEAD or (action_name == "count" and self.opened is None):
             return self.setup.backbone_context
         if phase is Phase.CALIBRATION:
             return self.setup.scoring_context
         if self.opened is None:
-            raise FedgraftError(f"client {self.client} was asked for {action_name!r} before the edit space was opened.")
+            raise FedgraftError(
+                "E-DEPLOY-SPACE-CLOSED",
+                f"client {self.client} received a request for {action_name!r} before the edit space was opened",
+                "submit the run again",
+                client=self.client,
+                action=action_name,
+            )
         return self.opened.context
 
 
-def run_fingerprint_of(config: Config, classes: Sequence[str], opened: bytes) -> str:
-    """What a node was told of a run besides its orders: config, classes, edit space, head, probe. Peers compare it."""
+def fingerprint_of_run(config: Config, classes: Sequence[str], opened: bytes) -> str:
+    """Return what a node knows of a run besides its requests: config, classes, edit space. Peers compare it."""
     return json.dumps([config.fingerprint, list(classes), hashlib.sha256(opened).hexdigest()])
 
 
-def node_key(worker_request: WorkerRequest) -> tuple[object, ...]:
-    """What a node is built from; another key means another node."""
+def agreed_policies(config: Config, owner: Policy | None, task: str = "") -> tuple[Policy, ...]:
+    """Return the policies of a run: what its config implies and the owner's; refuse a config that breaks the owner's.
+
+    An evaluation trains nothing, so the owner's rules apply to its requests and not to its config. Of a private run it
+    is allowed only if the owner says so, because no noise covers it.
+    """
+    algorithm = build_algorithm(config)
+    if not task:
+        first, *others = rules_of(config, algorithm, owner)
+        return (replace(first, rounds=config.rounds.total), *others)
+    owner_allows = owner is not None and "evaluate" in owner.actions
+    if algorithm.privacy.answers_only_accounted and not owner_allows:
+        raise Refused("the run is private, and no noise covers an evaluation", "actions")
+    implied = Policy(secure=algorithm.privacy.collects_sum, in_the_clear=("evaluate",), actions=("evaluate",))
+    if owner is None:
+        return (implied,)
+    if not owner.agrees(config.fingerprint):
+        raise Refused("it is not the config that was agreed to", "config")
+    return (implied, owner)
+
+
+# ---- the worker of a node --------------------------------------------------------------------------------------------
+
+
+RunKey = tuple[object, ...]
+
+
+def run_key(worker_request: WorkerRequest) -> RunKey:
+    """Return what a `NodeRun` is built from; requests of another key need another one."""
     return (
         worker_request.config,
         worker_request.run,
@@ -158,133 +238,144 @@ def node_key(worker_request: WorkerRequest) -> tuple[object, ...]:
     )
 
 
-def agreed(config: Config, owner: Policy | None, task: str = "") -> tuple[Policy, ...]:
-    """The rules of a run: what its config implies and what the owner wants; a config that breaks those is refused.
+class NodeWorker:
+    """Carries out the requests of one process; keeps the latest runs in memory."""
 
-    Where a model is only evaluated nothing trains, so that the owner's rules are asked by order and not by config; of
-    a private run it is only where an owner says so, because no noise covers it.
-    """
-    algorithm = build_algorithm(config)
-    if task:
-        if algorithm.privacy.answers_only_accounted and "evaluate" not in (owner.actions if owner else ()):
-            raise Refused("the run is private, and no noise covers an evaluation", "actions")
-        if owner is not None and not owner.agrees(config.fingerprint):
-            raise Refused("it is not the config that was agreed to", "config")
-        own = Policy(secure=algorithm.privacy.collects_sum, in_the_clear=("evaluate",), actions=("evaluate",))
-        return (own,) if owner is None else (own, owner)
-    first, *others = rules_of(config, algorithm, owner)
-    return (replace(first, rounds=config.rounds.total), *others)
-
-
-class Nodes:
-    """The nodes that a process keeps warm: those of the latest runs."""
-
-    def __init__(self, keep: int = 3) -> None:
-        self.keep = keep
-        self.nodes: dict[tuple[object, ...], Node] = {}
+    def __init__(self, capacity: int = 3) -> None:
+        self.capacity = capacity
+        self.runs: dict[RunKey, NodeRun] = {}
 
     def carry_out(
         self, worker_request: WorkerRequest, slots: MutableMapping[str, bytes] | None = None
     ) -> WorkerResponse:
-        """Answer a request with a node that is there, or with a new one; what leaves is in the audit log before."""
+        """Answer a request; whatever leaves is in the audit log before."""
         try:
-            try:
-                answer = self._answer(worker_request, slots)
-            except Refused as refusal:
-                answer = WorkerResponse(error=refusal.told)
-            except FedgraftError as error:
-                audited(worker_request, WorkerResponse(error=str(error)))
-                raise
-            except Exception as error:
-                audited(worker_request, WorkerResponse(error=f"failed with {type(error).__name__}"))
-                raise
-            audited(worker_request, answer)
-            return answer
-        except OSError as error:  # a full disk, a folder that became read-only: what cannot be noted does not leave
-            why = error.strerror or type(error).__name__
-            raise FedgraftError(f"this node cannot write what it must keep ({why}), so nothing leaves it.") from error
+            return self._answer_and_audit(worker_request, slots)
+        except OSError as error:  # a full disk, a read-only folder: what cannot be recorded must not leave
+            reason = error.strerror or type(error).__name__
+            raise FedgraftError(
+                "E-DEPLOY-NODE-DISK",
+                f"this node cannot write its permanent state ({reason}), so nothing leaves it",
+                "free some disk space or repair the folder of the node's key",
+                reason=reason,
+            ) from error
+
+    def _answer_and_audit(
+        self, worker_request: WorkerRequest, slots: MutableMapping[str, bytes] | None
+    ) -> WorkerResponse:
+        """Answer a request and record the answer, or the reason why there is none."""
+        try:
+            answer = self._answer(worker_request, slots)
+        except Refused as refusal:
+            answer = WorkerResponse(error=refusal.public_reason)
+        except FedgraftError as error:
+            record_answer(worker_request, WorkerResponse(error=str(error)))
+            raise
+        except Exception as error:
+            record_answer(worker_request, WorkerResponse(error=f"failed with {type(error).__name__}"))
+            raise
+        record_answer(worker_request, answer)
+        return answer
 
     def _answer(self, worker_request: WorkerRequest, slots: MutableMapping[str, bytes] | None) -> WorkerResponse:
-        if (
-            worker_request.task == preflight.ACTION
-        ):  # before a policy agrees to a run, and of images that no run could read
-            asked = worker_request.request and preflight.tell(worker_request, unpack(Request, worker_request.request))
-            return WorkerResponse(asked, facts={} if asked else {"client": worker_request.client})
+        """Answer a request: a greeting, a preflight, or one of a run."""
+        if worker_request.task == preflight.ACTION:
+            # Before a policy agrees to a run, and also of images that no run could read.
+            if not worker_request.request:
+                return WorkerResponse(facts={"client": worker_request.client})
+            request = unpack(Request, worker_request.request)
+            return WorkerResponse(preflight.answer_preflight(worker_request, request))
         if not worker_request.request:
-            keep = Keep.here()
-            if keep is not None:
-                agreed(config_of(worker_request.config), keep.policy(), worker_request.task)
-                keep.load(worker_request.client)  # a key stays with its number
-            if not worker_request.data:  # nothing more will be known, so the first order may find all ready
-                self._node(worker_request)
-            return WorkerResponse(facts=who(worker_request))
+            return self._answer_greeting(worker_request)
         try:
-            return self._node(worker_request).answer(
-                worker_request, DiskSlots(worker_request) if slots is None else slots
-            )
+            if slots is None:
+                slots = DiskSlots(worker_request)
+            return self._run(worker_request).answer(worker_request, slots)
         except BaseException:
-            self.nodes.pop(node_key(worker_request), None)  # half an order may have left the network in any state
+            self.runs.pop(run_key(worker_request), None)  # an interrupted request may leave the network in any state
             raise
 
-    def _node(self, worker_request: WorkerRequest) -> Node:
-        key = node_key(worker_request)
-        if key not in self.nodes:
-            while len(self.nodes) >= self.keep:
-                self.nodes.pop(next(iter(self.nodes)))
-            self.nodes[key] = Node(worker_request)
-        return self.nodes[key]
+    def _answer_greeting(self, worker_request: WorkerRequest) -> WorkerResponse:
+        """Answer a greeting with the facts of the node's data, if its policy agrees to the config."""
+        state = NodeState.from_environment()
+        if state is not None:
+            agreed_policies(parse_config(worker_request.config), state.policy(), worker_request.task)
+            state.load(worker_request.client)  # refuses another client number than the key is bound to
+        if not worker_request.data:  # all is known already: build the run before the first request needs it
+            self._run(worker_request)
+        return WorkerResponse(facts=greeting_facts(worker_request))
+
+    def _run(self, worker_request: WorkerRequest) -> NodeRun:
+        """Return the run of a request; build it if it is not in memory, in place of the oldest."""
+        key = run_key(worker_request)
+        if key not in self.runs:
+            while len(self.runs) >= self.capacity:
+                oldest = next(iter(self.runs))
+                del self.runs[oldest]
+            self.runs[key] = NodeRun(worker_request)
+        return self.runs[key]
 
 
-def audited(worker_request: WorkerRequest, answer: WorkerResponse) -> None:
-    """Note what is about to leave this node, or that nothing does and why."""
-    keep = Keep.here()
-    if keep is None or answer.need:
+def greeting_facts(worker_request: WorkerRequest) -> dict[str, object]:
+    """Return a node's answer to a greeting: its client number and, of data of its own, size, classes and digest."""
+    facts: dict[str, object] = {"client": worker_request.client}
+    if worker_request.data:
+        config = parse_config(worker_request.config)
+        data = own_data(config, worker_request.source, worker_request.data, ())
+        facts["examples"] = data.total
+        facts["classes"] = list(data.dataset.classes)
+        facts["data"] = data.dataset.train.digest
+    return facts
+
+
+# ---- the audit log ---------------------------------------------------------------------------------------------------
+
+
+def record_answer(worker_request: WorkerRequest, answer: WorkerResponse) -> None:
+    """Record in the audit log what is about to leave this node, or that nothing leaves and why."""
+    state = NodeState.from_environment()
+    if state is None or answer.need:
         return
-    about: dict[str, object] = {"client": worker_request.client}
-    try:
-        request = unpack(Request, worker_request.request) if worker_request.request else Request("", -1, 0, "greeting")
-        about |= {"run": request.run[:40], "round": request.round, "action": request.action[:40]}
-        about |= {"sums": str(request.settings["sums"])[:40]} if "sums" in request.settings else {}
-    except BadMessage:
-        about |= {"action": "not a message"}
+    entry = _describe_request(worker_request)
     if answer.error:
-        keep.left("refused", b"", **about, why=without_path(answer.error, worker_request.data)[:300])
+        reason = without_path(answer.error, worker_request.data)[:300]
+        state.record_departure("refused", b"", **entry, why=reason)
         return
-    data = answer.response or json.dumps(answer.facts).encode()
-    hides = str(about["action"]).startswith("secure.")
-    kind = "hidden" if hides else "clear"
-    keep.left(
-        "facts" if not answer.response else "response",
-        data,
-        **about,
-        protection=kind + protection_of(worker_request.config),
-    )
+    protection = "clear"
+    if str(entry["action"]).startswith("secure."):
+        protection = "hidden"
+    if parse_config(worker_request.config).privacy.dp is not None:
+        protection += "+noise"
+    if answer.response:
+        state.record_departure("response", answer.response, **entry, protection=protection)
+    else:
+        state.record_departure("facts", json.dumps(answer.facts).encode(), **entry, protection=protection)
 
 
-def protection_of(config: str) -> str:
-    """What a run's config adds to how an answer leaves."""
-    return "+noise" if config_of(config).privacy.dp is not None else ""
-
-
-def who(worker_request: WorkerRequest) -> dict[str, object]:
-    """A node's answer to a greeting: its client number and, of data of its own, size, classes and digest."""
-    if not worker_request.data:
-        return {"client": worker_request.client}
-    federated = own_data(config_of(worker_request.config), worker_request.source, worker_request.data, ())
-    return {
-        "client": worker_request.client,
-        "examples": federated.total,
-        "classes": list(federated.dataset.classes),
-        "data": federated.dataset.train.digest,
-    }
+def _describe_request(worker_request: WorkerRequest) -> dict[str, object]:
+    """Return the fields of an audit line that describe a request."""
+    entry: dict[str, object] = {"client": worker_request.client}
+    request = Request("", -1, 0, "greeting")
+    try:
+        if worker_request.request:
+            request = unpack(Request, worker_request.request)
+    except BadMessage:
+        entry["action"] = "not a message"
+        return entry
+    entry["run"] = request.run[:40]
+    entry["round"] = request.round
+    entry["action"] = request.action[:40]
+    if "sums" in request.settings:
+        entry["sums"] = str(request.settings["sums"])[:40]
+    return entry
 
 
 def main() -> None:
-    """The worker process of a node."""
+    """Run the worker process of a node."""
     logging.basicConfig(level=logging.INFO, format="fedgraft node: %(message)s")
     torch.set_num_threads(1)
     keep_freed_memory()
-    serve(Path(sys.argv[1]), int(sys.argv[2]), Nodes().carry_out)
+    serve(Path(sys.argv[1]), int(sys.argv[2]), NodeWorker().carry_out)
 
 
 if __name__ == "__main__":

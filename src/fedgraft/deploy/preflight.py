@@ -1,20 +1,21 @@
-"""Preflight on machines: what a node tells of its images before anybody trains, and how the server asks for it.
+"""Preflight on nodes: what a node reports of its images before anybody trains, and how the server collects it.
 
-Two questions, answered only if the owner's policy allows the action `preflight`. The first brings a key of each node,
-signed by its identity; the second the facts of `runs.preflight`: sums, with small counts hidden. An image at two sites
-is found by digests under a key that only these two nodes can compute (X25519 between their signed keys), so the server
-learns how many images a pair of sites shares and can test no image of its own. As in secure sums, a node believes a
-peer's identity at first use unless the owner pinned it.
+There are two requests, answered only if the owner's policy allows the action `preflight`. The first collects a key of
+each node, signed by its identity; the second collects the facts of `consortium.preflight`: sums, with small counts
+hidden. An image at two sites is found by digests under a key that only these two nodes can compute (X25519 between
+their signed keys). So the server learns how many images a pair of sites shares and can test no image of its own. As in
+secure sums, a node trusts a peer's identity on first use unless the owner pinned it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fedgraft.client.policy import Policy, count_request
 from fedgraft.config.federate import federate
@@ -27,133 +28,206 @@ from fedgraft.core.files import write_text
 from fedgraft.core.messages import Request, as_bytes
 from fedgraft.data.sources import Dataset
 from fedgraft.data.sources.class_map import renamed
-from fedgraft.deploy.deployed import config_of, load_own
-from fedgraft.deploy.keep import Keep
+from fedgraft.deploy.deployed import load_own, parse_config
+from fedgraft.deploy.node_state import NodeState
 from fedgraft.engines.flower.node_link import WorkerRequest
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity, agreement, context, derive_key, public_key, sign, verify
 
-log = logging.getLogger("fedgraft")
 ACTION = "preflight"
-_TAG = 16  # letters of a tag
-_KEY = 64 + 64 + 128  # letters of a public key, an identity and a signature
+ANSWERS_FILE = "answers.json"
+"""The file with the answers of all nodes, in the folder of a preflight."""
+_TAG_DIGITS = 16  # hexadecimal digits of a tag
+_KEY_DIGITS = 64 + 64 + 128  # hexadecimal digits of a public key, an identity and a signature
+_BAD_ANSWER = "its answer is not one that fedgraft gives; its node runs other software"
 
 # ---- a node ----------------------------------------------------------------------------------------------------------
 
 
-def tell(worker_request: WorkerRequest, request: Request) -> bytes:
-    """A node's answer: its key, or with everybody's keys at hand its facts; refused where the owner says no."""
-    config, keep = config_of(worker_request.config), Keep.here()
-    policy = None if keep is None else keep.policy()
-    lasting = {} if keep is None else keep.load(worker_request.client)
-    ledger = _admitted(request, config, policy or Policy(), as_bytes(lasting[LEDGER]) if LEDGER in lasting else b"")
-    identity = Identity.from_bytes(as_bytes(lasting["identity"])) if lasting else Identity.fresh()
+def answer_preflight(worker_request: WorkerRequest, request: Request) -> bytes:
+    """Return a node's answer: its signed key, or its facts if the request brings the keys of all nodes.
+
+    Raise `Refused` if the owner's policy does not allow it.
+    """
+    config = parse_config(worker_request.config)
+    state = NodeState.from_environment()
+    policy = None
+    permanent: dict[str, Tensor] = {}
+    identity = Identity.fresh()
+    if state is not None:
+        policy = state.policy()
+        permanent = state.load(worker_request.client)
+        identity = Identity.from_bytes(as_bytes(permanent["identity"]))
+    ledger = b""
+    if LEDGER in permanent:
+        ledger = as_bytes(permanent[LEDGER])
+    ledger = _authorize(request, config, policy or Policy(), ledger)
     private = derive_key(identity.private, context(ACTION, config.digest))
     answer: dict[str, Any]
     if "keys" not in request.settings:
-        public = public_key(private)
-        signed = sign(identity.private, context(ACTION, config.digest, worker_request.client, public.hex()))
-        answer = {"key": (public + identity.public + signed).hex() if keep is not None else ""}
+        answer = {"key": ""}
+        if state is not None:
+            answer["key"] = _signed_key(private, identity, config, worker_request.client)
     else:
-        minimum = max(MINIMUM, 0 if policy is None else policy.least_images)
-        facts, digests = site_facts(
-            "", *_own(config, worker_request), minimum, policy is not None, config.data.grey_window
-        )
-        if facts["images"] < minimum:
-            raise Refused(f"it would be about fewer than {minimum} images", "least_images")
-        keys = _peers(str(request.settings["keys"]), config, worker_request.client, identity)
-        agree = agreement(private)
-        tags = {str(k): _tags(digests, agree(key, context(ACTION, config.digest))) for k, key in keys.items()}
-        answer = {"facts": facts, "tags": tags}
-    if keep is not None:
-        new = {**lasting, "identity": as_tensor(identity.to_bytes())} | ({LEDGER: as_tensor(ledger)} if ledger else {})
-        keep.store(worker_request.client, new, lasting)
-        keep.believed(request, lasting, new)
+        answer = _report_facts(worker_request, str(request.settings["keys"]), config, policy, identity, private)
+    if state is not None:
+        updated = {**permanent, "identity": as_tensor(identity.to_bytes())}
+        if ledger:
+            updated[LEDGER] = as_tensor(ledger)
+        state.store(worker_request.client, updated, permanent)
+        state.record_first_use_trust(request, permanent, updated)
     return json.dumps(answer).encode()
 
 
-def _admitted(request: Request, config: Config, policy: Policy, ledger: bytes) -> bytes:
-    """The ledger with this question in it, if the owner's rules let it be answered."""
-    if request.action != ACTION:  # the rules are asked about what is told, not about what the order calls it
-        raise Refused(f"a preflight was asked for as {request.action[:40]!r}", "actions")
+def _authorize(request: Request, config: Config, policy: Policy, ledger: bytes) -> bytes:
+    """Return the ledger with this request counted; refuse it if the owner's rules do not allow it."""
+    if request.action != ACTION:  # the rules apply to what is reported, not to the name in the request
+        raise Refused(f"a preflight was requested under the name {request.action[:40]!r}", "actions")
     if request.run != config.digest or not policy.agrees(config.fingerprint):
-        raise Refused("the order belongs to a run that the owner did not agree to", "config")
+        raise Refused("the request belongs to a run that the owner did not agree to", "config")
     policy.check_action(request)
     return count_request(policy, request, ledger)
 
 
-def _own(config: Config, worker_request: WorkerRequest) -> tuple[Dataset, list[Any]]:
-    """The node's images and their rows for training and testing, whatever their names; or its part of the config's."""
+def _signed_key(private: bytes, identity: Identity, config: Config, client: int) -> str:
+    """Return the public key of this preflight, the node's identity and its signature, in hexadecimal digits."""
+    public = public_key(private)
+    signature = sign(identity.private, context(ACTION, config.digest, client, public.hex()))
+    return (public + identity.public + signature).hex()
+
+
+def _report_facts(
+    worker_request: WorkerRequest,
+    keys: str,
+    config: Config,
+    policy: Policy | None,
+    identity: Identity,
+    private: bytes,
+) -> dict[str, Any]:
+    """Return the facts of the node's images, and the tags of its images for each peer."""
+    minimum = MINIMUM
+    if policy is not None:
+        minimum = max(MINIMUM, policy.least_images)
+    dataset, rows = _node_images(config, worker_request)
+    facts, digests = site_facts("", dataset, rows, minimum, policy is not None, config.data.grey_window)
+    if facts["images"] < minimum:
+        raise Refused(f"the facts would be about fewer than {minimum} images", "least_images")
+    agree = agreement(private)
+    tags = {}
+    for peer, public in _peer_keys(keys, config, worker_request.client, identity).items():
+        tags[str(peer)] = _tags(digests, agree(public, context(ACTION, config.digest)))
+    return {"facts": facts, "tags": tags}
+
+
+def _node_images(config: Config, worker_request: WorkerRequest) -> tuple[Dataset, list[Any]]:
+    """Return the node's dataset with its training and test rows: all of its own data, or its part of the config's."""
+    client = worker_request.client
     if worker_request.data:
         data = renamed(load_own(worker_request.source, worker_request.data), config.data.class_map)
         return data, [range(len(data.train.labels)), range(len(data.test.labels))]
-    dealt = federate(config)
-    return dealt.dataset, [dealt.rows(worker_request.client).numpy(), dealt.test_rows(worker_request.client).numpy()]
+    federated = federate(config)
+    return federated.dataset, [federated.rows(client).numpy(), federated.test_rows(client).numpy()]
 
 
-def _peers(keys: str, config: Config, client: int, identity: Identity) -> dict[int, bytes]:
-    """The public keys of the others by number, each signed by the identity under which this node knows it."""
-    try:
-        told = {int(k): bytes.fromhex(text) for k, text in json.loads(keys).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise Refused("what came as the keys of the others are no keys", "request") from None
-    found = {}
-    for k, key in told.items():
-        if not 0 <= k < config.partition.clients:
-            raise Refused(f"the run has no client {k}", "most_clients")
-        if k == client:
+def _peer_keys(keys: str, config: Config, client: int, identity: Identity) -> dict[int, bytes]:
+    """Return the public keys of the peers by client number; each must be signed by the identity known of that peer."""
+    peer_keys = {}
+    for peer, signed_key in _parse_keys(keys).items():
+        if not 0 <= peer < config.partition.clients:
+            raise Refused(f"the run has no client {peer}", "most_clients")
+        if peer == client:
             continue
-        public, known, signed = key[:32], key[32:64], key[64:]
-        identity.recognise(k, known)
-        if not verify(known, signed, context(ACTION, config.digest, k, public.hex())):
-            raise Refused(f"the key of client {k} is not signed by it", "pinned_peers")
-        found[k] = public
-    return found
+        public = signed_key[:32]
+        peer_identity = signed_key[32:64]
+        signature = signed_key[64:]
+        identity.recognise(peer, peer_identity)
+        if not verify(peer_identity, signature, context(ACTION, config.digest, peer, public.hex())):
+            raise Refused(f"the key of client {peer} is not signed by it", "pinned_peers")
+        peer_keys[peer] = public
+    return peer_keys
+
+
+def _parse_keys(keys: str) -> dict[int, bytes]:
+    """Return the signed keys of a request by client number."""
+    signed_keys = {}
+    try:
+        for number, digits in json.loads(keys).items():
+            signed_keys[int(number)] = bytes.fromhex(digits)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise Refused("the setting 'keys' does not contain the keys of peers", "request") from None
+    return signed_keys
 
 
 def _tags(digests: Sequence[bytes], key: bytes) -> list[str]:
-    return sorted(hashlib.blake2b(one, digest_size=_TAG // 2, key=key).hexdigest() for one in digests)
+    """Return keyed hashes of image digests, sorted, so that their order discloses nothing."""
+    tags = [hashlib.blake2b(digest, digest_size=_TAG_DIGITS // 2, key=key).hexdigest() for digest in digests]
+    return sorted(tags)
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
-def look(config: Config, folder: Path, engine: Any) -> dict[str, Any]:
-    """Ask every node that is there; what they told, whom two of them share images with, and who refused and why."""
+class _Collection:
+    """The exchanges of one preflight: requests to clients, and who refused or answered nonsense."""
+
+    def __init__(self, config: Config, engine: Any) -> None:
+        self.config = config
+        self.engine = engine
+        self.refused: dict[int, str] = {}
+
+    def exchange(self, clients: Sequence[int], kind: str, **settings: str) -> dict[int, dict[str, Any]]:
+        """Return the validated answers of these clients by number; others are added to `refused` with the reason."""
+        requests = [Request(self.config.digest, 0, client, ACTION, settings=settings) for client in clients]
+        answers: dict[int, dict[str, Any]] = {}
+        for client, answer in self.engine.exchange(requests):
+            if isinstance(answer, str):
+                self.refused[client] = answer
+                continue
+            try:
+                answers[client] = _validate_answer(answer, kind)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                self.refused[client] = _BAD_ANSWER
+        for client in self.refused:
+            answers.pop(client, None)
+        return answers
+
+
+def collect_preflight(config: Config, folder: Path, engine: Any) -> dict[str, Any]:
+    """Collect the facts of every connected node; return them, the images that pairs share, and who refused and why."""
     engine.gather()
     clients = sorted(engine.registry.facts)
-    refused: dict[int, str] = {}
-
-    def asked(who: Sequence[int], wanted: str, **settings: str) -> dict[int, dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
-        for k, said in engine.exchange([Request(config.digest, 0, k, ACTION, settings=settings) for k in who]):
-            try:
-                found[k] = _checked(said, wanted) if isinstance(said, bytes) else {}
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                said = "it told what no fedgraft tells; its node runs other software"
-            if isinstance(said, str):
-                refused[k] = said
-        return {k: told for k, told in found.items() if k not in refused}
-
-    keys = {str(k): told["key"] for k, told in asked(clients, "key").items() if len(told["key"]) == _KEY}
-    answers = asked([k for k in clients if k not in refused], "facts", keys=json.dumps(keys))
-    pairs = [
-        (a, b, shared_images({"a": answers[a]["tags"].get(str(b), ()), "b": answers[b]["tags"].get(str(a), ())}))
-        for a in answers
-        for b in answers
-        if a < b
-    ]
-    told = {
-        "facts": {str(k): one["facts"] for k, one in answers.items()},
-        "shared": [[a, b, n] for a, b, both in pairs for n in both.values()],
-        "refused": {str(k): why for k, why in refused.items()},
+    collection = _Collection(config, engine)
+    keys = {}
+    for client, answer in collection.exchange(clients, "key").items():
+        if len(answer["key"]) == _KEY_DIGITS:
+            keys[str(client)] = answer["key"]
+    remaining = [client for client in clients if client not in collection.refused]
+    answers = collection.exchange(remaining, "facts", keys=json.dumps(keys))
+    result = {
+        "facts": {str(client): answer["facts"] for client, answer in answers.items()},
+        "shared": _count_shared(answers),
+        "refused": {str(client): reason for client, reason in collection.refused.items()},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "told.json", json.dumps(told, indent=2) + "\n")
-    return told
+    write_text(folder / ANSWERS_FILE, json.dumps(result, indent=2) + "\n")
+    return result
 
 
-_SHAPE: dict[str, Any] = {
+def _count_shared(answers: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
+    """Return [client, other client, number of images they share] for every pair that shares some."""
+    counts = []
+    for client, answer in answers.items():
+        for other, other_answer in answers.items():
+            if client >= other:
+                continue
+            tags = answer["tags"].get(str(other), ())
+            other_tags = other_answer["tags"].get(str(client), ())
+            for count in shared_images({"client": tags, "other": other_tags}).values():
+                counts.append([client, other, count])
+    return counts
+
+
+_FACT_TYPES: dict[str, Any] = {
     "site": str,
     "images": int,
     "test_images": int,
@@ -172,54 +246,87 @@ _SHAPE: dict[str, Any] = {
     "disk_gb": float,
     "policy": bool,
 }
+_IMAGE_FACT_LENGTHS = {"width": 3, "height": 3, "intensity": 2, "colours": 3}  # if there are readable images
 
 
-def _checked(data: bytes, wanted: str) -> dict[str, Any]:
-    """An answer of the shape that fedgraft tells; anything else is an error, because a node may say what it likes."""
-    told = json.loads(data)
-    if wanted == "key":
-        bytes.fromhex(told["key"])
-        return {"key": told["key"]}
-    facts, tags = told["facts"], {str(int(k)): _fits(v, [str]) for k, v in told["tags"].items()}
-    if set(facts) != set(_SHAPE):
-        raise ValueError("other facts")
-    for name, shape in _SHAPE.items():
-        _fits(facts[name], shape)
-    for n in (*facts["channels"], *facts["bits"]):
-        int(n)
-    of_images = {"width": 3, "height": 3, "intensity": 2, "colours": 3} if facts["bits"] else {}
-    if any(len(facts[name]) != count for name, count in of_images.items()) or 0 in (*facts["width"], *facts["height"]):
-        raise ValueError("other numbers")
-    if set(facts["faults"]) - set(FAULTS):
-        raise ValueError("other faults")
+def _validate_answer(data: bytes, kind: str) -> dict[str, Any]:
+    """Return an answer of the form that fedgraft sends; raise on any other, because a node may send anything."""
+    answer = json.loads(data)
+    if kind == "key":
+        bytes.fromhex(answer["key"])
+        return {"key": answer["key"]}
+    tags = {}
+    for client, client_tags in answer["tags"].items():
+        _check_type(client_tags, [str])
+        tags[str(int(client))] = client_tags
+    facts = answer["facts"]
+    _check_facts(facts)
     return {"facts": facts, "tags": tags}
 
 
-def _fits(value: Any, shape: Any) -> Any:
-    """The value if it has this shape; a count may be hidden (None), a text has at most 200 printable letters."""
-    if isinstance(shape, dict):
-        for key, one in value.items():
-            _fits(key, str)
-            _fits(one, next(iter(shape.values()))) if one is not None else None
-    elif isinstance(shape, list):
-        [_fits(one, shape[0]) for one in value]
-    elif not isinstance(value, (int, float) if shape is float else shape):
-        raise ValueError("another kind")
-    elif isinstance(value, str) and not (len(value) <= 200 and value.isprintable()):
-        raise ValueError("no name")
-    elif shape in (int, float) and not 0 <= value < 2**40:  # also what is not a number
-        raise ValueError("no count")
-    return value
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    """Raise unless the facts of a site have the names, types and lengths that fedgraft sends."""
+    if set(facts) != set(_FACT_TYPES):
+        raise ValueError("unknown or missing facts")
+    for name, expected in _FACT_TYPES.items():
+        _check_type(facts[name], expected)
+    for number in (*facts["channels"], *facts["bits"]):
+        int(number)
+    if facts["bits"]:
+        for name, length in _IMAGE_FACT_LENGTHS.items():
+            if len(facts[name]) != length:
+                raise ValueError(f"{name} must have {length} values")
+    if 0 in (*facts["width"], *facts["height"]):
+        raise ValueError("an image has no pixels")
+    if set(facts["faults"]) - set(FAULTS):
+        raise ValueError("unknown faults")
 
 
-def named(told: Mapping[str, Any], names: Sequence[str]) -> tuple[list[dict[str, Any]], dict[tuple[str, str], int]]:
-    """What `look` was told, under the names of the nodes."""
-    sites = [{**facts, "site": names[int(k)]} for k, facts in told["facts"].items()]
-    return sites, {(names[a], names[b]): n for a, b, n in told["shared"]}
+def _check_type(value: Any, expected: Any) -> None:
+    """Raise unless a value has the expected type; a count may be hidden (None), a text is short and printable."""
+    if isinstance(expected, dict):
+        (item_type,) = expected.values()
+        for name, item in value.items():
+            _check_type(name, str)
+            if item is not None:
+                _check_type(item, item_type)
+    elif isinstance(expected, list):
+        for item in value:
+            _check_type(item, expected[0])
+    elif expected is float:
+        if not isinstance(value, int | float):
+            raise ValueError("not a number")
+        _check_range(value)
+    elif not isinstance(value, expected):
+        raise ValueError("another type")
+    elif expected is int:
+        _check_range(value)
+    elif expected is str and not (len(value) <= 200 and value.isprintable()):
+        raise ValueError("not a short printable text")
 
 
-def check_told(told: Mapping[str, Any]) -> None:
-    """Refuse to judge where nobody answered."""
-    if not told["facts"]:
-        why = next(iter(told["refused"].values()), "no node is there")
-        raise FedgraftError(f"no node told anything: {why}; ask the owners to allow the action 'preflight'.")
+def _check_range(number: float) -> None:
+    """Raise unless a number is finite, not negative and small enough to be a count."""
+    if not 0 <= number < 2**40:  # also false for NaN
+        raise ValueError("out of range")
+
+
+def with_node_names(
+    answers: Mapping[str, Any], names: Sequence[str]
+) -> tuple[list[dict[str, Any]], dict[tuple[str, str], int]]:
+    """Return the facts and the numbers of shared images of `collect_preflight` under the names of the nodes."""
+    sites = [{**facts, "site": names[int(client)]} for client, facts in answers["facts"].items()]
+    shared = {(names[client], names[other]): count for client, other, count in answers["shared"]}
+    return sites, shared
+
+
+def check_answers(answers: Mapping[str, Any]) -> None:
+    """Raise if no node answered."""
+    if not answers["facts"]:
+        reason = next(iter(answers["refused"].values()), "no node is connected")
+        raise FedgraftError(
+            "E-DEPLOY-NO-PREFLIGHT",
+            f"no node answered the preflight: {reason}",
+            "ask the owners to allow the action 'preflight'",
+            reason=reason,
+        )

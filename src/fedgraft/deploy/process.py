@@ -1,4 +1,4 @@
-"""Processes of a federation: started with a clean environment, remembered by id and start time, ended only if ours."""
+"""Processes of a federation: started with a clean environment, identified by number and start time, ended safely."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_text
 
 PROC = Path("/proc")
-_PATIENCE = 10.0  # seconds a process gets to end by itself
-_LIVES_WITH = "FEDGRAFT_LIVES_WITH"
-KEEPS = "FEDGRAFT_NODE_KEEPS"
-"""Names the node's home to its processes: ledger and audit log are there, the owner's policy beside it."""
+_GRACE = 10.0  # seconds that a process has to end by itself
+_PARENT_VARIABLE = "FEDGRAFT_LIVES_WITH"  # names the process with which a gate ends
+NODE_STATE_VARIABLE = "FEDGRAFT_NODE_STATE"
+"""Environment variable with the node's home: ledger and audit log are in it, the owner's policy beside it."""
+_IGNORED_VARIABLES = ("FORWARDED_ALLOW_IPS", "WEB_CONCURRENCY")
+_IGNORED_PREFIXES = ("FLWR_", "UVICORN_")
 
 
 @dataclass(frozen=True)
-class Process:
-    """A process by its number and the moment it began: a number alone may belong to somebody else by now."""
+class ProcessId:
+    """A process by its number and start time: a number alone may have been reused by another process."""
 
     pid: int
     began: int
 
     @property
     def alive(self) -> bool:
-        """Whether this very process is still there."""
-        return _began(self.pid) == self.began
+        """Return whether this very process still runs."""
+        return _start_time(self.pid) == self.began
 
 
 @dataclass(frozen=True)
-class Server(Process):
+class ServerProcess(ProcessId):
     """A running SuperLink and the address it listens on."""
 
     bind: str
@@ -47,179 +49,233 @@ class Server(Process):
 
     @property
     def address(self) -> str:
-        """Where this machine reaches it."""
-        return f"{'127.0.0.1' if self.bind == '0.0.0.0' else self.bind}:{self.port}"
+        """Return the address by which this machine reaches it."""
+        host = self.bind
+        if host == "0.0.0.0":
+            host = "127.0.0.1"
+        return f"{host}:{self.port}"
 
 
-def environment(home: Path) -> dict[str, str]:
-    """The environment of Flower's processes: a private home, no telemetry, no update checks."""
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("FLWR_", "UVICORN_")) and key not in {"FORWARDED_ALLOW_IPS", "WEB_CONCURRENCY"}
-    }
-    return kept | {
+# ---- starting --------------------------------------------------------------------------------------------------------
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """Return the environment of Flower's processes: a private home, no telemetry, no update checks."""
+    variables = {}
+    for name, value in os.environ.items():
+        if not name.startswith(_IGNORED_PREFIXES) and name not in _IGNORED_VARIABLES:
+            variables[name] = value
+    return variables | {
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "3",  # at most; our helper looks often while there is work
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "3",  # at most; our helper polls more often while there is work
         # Flower starts its helpers by name: they must be those of this installation.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
 
 
-def gate(which: str, flags: Sequence[str]) -> list[str]:
-    """The words that start a SuperLink or a SuperNode behind fedgraft's gate."""
-    return [sys.executable, "-m", "fedgraft.deploy.gate", which, *flags]
+def gate_command(component: str, flags: Sequence[str]) -> list[str]:
+    """Return the command that starts a component of Flower behind fedgraft's gate."""
+    return [sys.executable, "-m", "fedgraft.deploy.gate", component, *flags]
 
 
 def spawn(
-    arguments: Sequence[str], home: Path, log: Path, bound: bool = False, more: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    home: Path,
+    log: Path,
+    bound: bool = False,
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, so that Ctrl-C here is not Ctrl-C there, with its words in a log.
+    """Start a process whose output goes to a log, in a session of its own, so that Ctrl-C here does not reach it.
 
-    A gate that is `bound` ends by itself when this process is gone, however it ended.
+    A gate that is `bound` ends by itself when this process has ended, for whatever reason.
     """
     log.touch(mode=0o600)
-    settings = environment(home) | ({_LIVES_WITH: str(os.getpid())} if bound else {}) | dict(more or {})
+    environment = flower_environment(home)
+    if bound:
+        environment[_PARENT_VARIABLE] = str(os.getpid())
+    environment.update(variables or {})
     with log.open("ab") as file:
         return subprocess.Popen(
-            arguments, env=settings, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            arguments, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
 
 
-def live_with_parent() -> None:
-    """Where `spawn` said so: end this process and all it started as soon as the one that started it is gone."""
-    parent = int(os.environ.pop(_LIVES_WITH, "0"))
-    if not parent:
-        return
-
-    def watch() -> None:
-        while os.getppid() == parent:  # an orphan gets another parent at once
-            time.sleep(0.5)
-        family = _descendants(os.getpid())
-        for what, seconds in ((signal.SIGTERM, _PATIENCE / 2), (signal.SIGKILL, _PATIENCE / 5)):
-            for one in family:
-                _signal(one, what)
-            _await(family, seconds)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_PATIENCE / 2)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
+def end_with_parent() -> None:
+    """If `spawn` bound this process: end it and its descendants as soon as its parent has ended."""
+    parent = int(os.environ.pop(_PARENT_VARIABLE, "0"))
+    if parent:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
 
 
-def known(process: subprocess.Popen[bytes]) -> Process:
-    """A process we have just started."""
-    return Process(process.pid, _began(process.pid) or 0)
+def _watch_parent(parent: int) -> None:
+    """Wait for the end of the parent; then end this process's descendants, and at last this process."""
+    while os.getppid() == parent:  # an orphan gets another parent at once
+        time.sleep(0.5)
+    descendants = _descendants(os.getpid())
+    _signal_all(descendants, signal.SIGTERM)
+    _wait_for_end(descendants, _GRACE / 2)
+    _signal_all(descendants, signal.SIGKILL)
+    _wait_for_end(descendants, _GRACE / 5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE / 2)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def remember(path: Path, server: Server) -> None:
-    """Write down a running server."""
+def process_id(process: subprocess.Popen[bytes]) -> ProcessId:
+    """Return the identity of a process that was just started."""
+    return ProcessId(process.pid, _start_time(process.pid) or 0)
+
+
+# ---- the record of a running server ----------------------------------------------------------------------------------
+
+
+def write_server_record(path: Path, server: ServerProcess) -> None:
+    """Write the record of a running server."""
     write_text(path, json.dumps(asdict(server)) + "\n")
 
 
-def recall(path: Path) -> Server | None:
-    """The server written down, if it still runs."""
+def read_server_record(path: Path) -> ServerProcess | None:
+    """Return the server of a record; None if it no longer runs."""
     if not path.is_file():
         return None
     try:
-        server = Server(**json.loads(path.read_text()))
+        server = ServerProcess(**json.loads(path.read_text()))
     except (ValueError, TypeError):
-        raise FedgraftError(f"{path} is damaged; end the server's process yourself and delete this file.") from None
-    return server if server.alive else None
+        raise FedgraftError(
+            "E-DEPLOY-SERVER-RECORD",
+            f"{path} is damaged",
+            "end the server's process yourself and delete this file",
+            path=str(path),
+        ) from None
+    if not server.alive:
+        return None
+    return server
 
 
-def end(process: Process) -> bool:
-    """End a process and all it started, politely first; returns whether there was one."""
+# ---- ending ----------------------------------------------------------------------------------------------------------
+
+
+def end_process(process: ProcessId) -> bool:
+    """End a process and its descendants, with SIGTERM before SIGKILL; return whether it was running."""
     if not process.alive:
         return False
     family = [process, *_descendants(process.pid)]
-    _signal(process, signal.SIGTERM)
-    _await([process], _PATIENCE)
-    _await(family, _PATIENCE / 5)
-    for one in family:  # what it left behind
-        _signal(one, signal.SIGTERM)
-    _await(family, _PATIENCE / 2)
-    for one in family:
-        _signal(one, signal.SIGKILL)
-    _await(family, _PATIENCE)
+    _signal_all([process], signal.SIGTERM)
+    _wait_for_end([process], _GRACE)
+    _wait_for_end(family, _GRACE / 5)
+    _signal_all(family, signal.SIGTERM)  # descendants that it left behind
+    _wait_for_end(family, _GRACE / 2)
+    _signal_all(family, signal.SIGKILL)
+    _wait_for_end(family, _GRACE)
     return True
 
 
+def _signal_all(processes: Sequence[ProcessId], number: signal.Signals) -> None:
+    """Send a signal to those processes that still run."""
+    for process in processes:
+        if process.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+
+def _wait_for_end(processes: Sequence[ProcessId], seconds: float) -> None:
+    """Wait until all of these processes have ended, at most this long."""
+    deadline = time.monotonic() + seconds
+    while any(process.alive for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+# ---- ports -----------------------------------------------------------------------------------------------------------
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that the system says is free."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    """Return a port that is free now."""
+    with _tcp_socket(host) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def check_port(host: str, port: int) -> None:
     """Refuse an address that cannot be listened on."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    with _tcp_socket(host) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            reason = error.strerror or error
             raise FedgraftError(
-                f"the server cannot listen on {host}:{port} ({reason}); choose another --port or --bind."
+                "E-DEPLOY-PORT",
+                f"the server cannot listen on {host}:{port} ({error.strerror or error})",
+                "choose another --port or --bind",
+                host=host,
+                port=port,
             ) from None
 
 
-def _signal(process: Process, what: signal.Signals) -> None:
-    if process.alive:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, what)
+def _tcp_socket(host: str) -> socket.socket:
+    """Return a TCP socket of the host's address family."""
+    if ":" in host:
+        return socket.socket(socket.AF_INET6)
+    return socket.socket(socket.AF_INET)
 
 
-def _await(family: Sequence[Process], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while any(one.alive for one in family) and time.monotonic() < until:
-        time.sleep(0.05)
+# ---- the table of processes ------------------------------------------------------------------------------------------
 
 
-def _began(pid: int) -> int | None:
-    """When a process began; None when it is gone (or dead and not yet collected)."""
-    found = _seen(pid).get(pid)
-    return found[1] if found else None
+def _start_time(pid: int) -> int | None:
+    """Return when a process began; None if it has ended (also if its parent has not yet collected it)."""
+    entry = _process_table(pid).get(pid)
+    if entry is None:
+        return None
+    return entry[1]
 
 
-def _descendants(pid: int) -> list[Process]:
-    """Everything a process has started, directly or not."""
-    running = _seen()
-    found: list[Process] = []
-    waiting = [pid]
-    while waiting:
-        parent = waiting.pop()
-        for child, (its_parent, began) in running.items():
-            if its_parent == parent:
-                found.append(Process(child, began))
-                waiting.append(child)
-    return found
+def _descendants(pid: int) -> list[ProcessId]:
+    """Return all processes that a process has started, directly or indirectly."""
+    table = _process_table()
+    descendants: list[ProcessId] = []
+    parents = [pid]
+    while parents:
+        parent = parents.pop()
+        for child, (parent_of_child, began) in table.items():
+            if parent_of_child == parent:
+                descendants.append(ProcessId(child, began))
+                parents.append(child)
+    return descendants
 
 
-def _seen(pid: int | None = None) -> dict[int, tuple[int, int]]:
-    """Parent and beginning of every process that runs, or of one; from `ps` where there is no /proc."""
+def _process_table(pid: int | None = None) -> dict[int, tuple[int, int]]:
+    """Return parent and start time of every running process, or of one; from `ps` where there is no /proc."""
     if not (PROC / "self").exists():
-        return _listed(pid)
-    names = [str(pid)] if pid is not None else [one.name for one in PROC.iterdir() if one.name.isdigit()]
-    found = {}
+        return _process_table_from_ps(pid)
+    if pid is not None:
+        names = [str(pid)]
+    else:
+        names = [entry.name for entry in PROC.iterdir() if entry.name.isdigit()]
+    table = {}
     for name in names:
         with contextlib.suppress(OSError):
-            fields = (PROC / name / "stat").read_text().rpartition(")")[2].split()  # the name may hold spaces
+            fields = (PROC / name / "stat").read_text().rpartition(")")[2].split()  # the name may contain spaces
             if fields[0] != "Z":
-                found[int(name)] = int(fields[1]), int(fields[19])
-    return found
+                table[int(name)] = int(fields[1]), int(fields[19])
+    return table
 
 
-def _listed(pid: int | None) -> dict[int, tuple[int, int]]:
-    which = ["-ax"] if pid is None else ["-p", str(pid)]
-    asked = ["ps", *which, "-o", "pid=,ppid=,stat=,lstart="]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"})
-    lines = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
-    when = "%a %b %d %H:%M:%S %Y"
-    return {int(a): (int(b), int(time.mktime(time.strptime(t, when)))) for a, b, state, t in lines if state[0] != "Z"}
+def _process_table_from_ps(pid: int | None) -> dict[int, tuple[int, int]]:
+    """Return the table of `_process_table` from the output of `ps`."""
+    selection = ["-ax"]
+    if pid is not None:
+        selection = ["-p", str(pid)]
+    command = ["ps", *selection, "-o", "pid=,ppid=,stat=,lstart="]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"})
+    table = {}
+    for line in result.stdout.splitlines():
+        number, parent, state, start = line.split(maxsplit=3)
+        if state[0] != "Z":
+            seconds = time.mktime(time.strptime(start, "%a %b %d %H:%M:%S %Y"))
+            table[int(number)] = int(parent), int(seconds)
+    return table

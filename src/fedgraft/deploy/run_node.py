@@ -1,9 +1,10 @@
-"""A node: one SuperNode process in the foreground, and its words turned into sentences."""
+"""A data owner's node: one SuperNode process in the foreground, whose log is translated into messages for its owner."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,57 +12,105 @@ from pathlib import Path
 from fedgraft.core.errors import FedgraftError
 from fedgraft.deploy import process as processes
 from fedgraft.deploy.control import require_flower
-from fedgraft.deploy.gate import IN_USE, IN_USE_SECONDS
+from fedgraft.deploy.gate import KEY_IN_USE, KEY_IN_USE_SECONDS
 from fedgraft.deploy.keys import check_authority, check_private_key
 
-SOURCES = ("folder", "parquet", "npz")
+DATA_SOURCES = ("folder", "parquet", "npz")
+_CONNECTED = "SuperNode ID:"  # Flower logs it when a node is admitted
+_LAST_LINES = 40  # lines of the log in which the reason of an end is looked for
 
 
 @dataclass(frozen=True)
-class NodeChoice:
-    """What a node needs to know: where the server is, how to trust it, who it is, where its images are."""
+class NodeOptions:
+    """The options of a node: the server's address and certificate, the node's key and number, its images."""
 
     superlink: str
+    """HOST:PORT of the server."""
     authority: Path
+    """The certificate that the server must be signed by."""
     key: Path
     client: int
     data: Path | None = None
     source: str | None = None
+    """Format of `data`; None: detected."""
 
     @property
     def home(self) -> Path:
-        """The node's private folder, beside its key: Flower's files and the log."""
+        """Return the node's private folder beside its key: Flower's files, the ledger, the logs."""
         return self.key.absolute().with_suffix(".home")
 
+    @property
+    def log(self) -> Path:
+        """Return the path of the node process's log."""
+        return self.home / "node.log"
+
     def check(self) -> None:
-        """Refuse what cannot work, with one sentence."""
+        """Refuse options that cannot work."""
         require_flower()
-        host, _, port = self.superlink.rpartition(":")
-        if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise FedgraftError(f"--superlink is HOST:PORT, as server.example:9000, not {self.superlink!r}.")
+        self._check_superlink()
         check_authority(self.authority)
         check_private_key(self.key)
         if self.client < 0:
-            raise FedgraftError(f"--id is this node's client number, 0 or more, not {self.client}.")
-        if self.source is not None and self.source not in SOURCES:
-            raise FedgraftError(f"--source is one of {', '.join(SOURCES)}, not {self.source!r}.")
-        if self.source is not None and self.data is None:
-            raise FedgraftError("--source says what --data is; give --data PATH as well.")
-        if self.data is not None and not self.data.exists():
-            raise FedgraftError(f"there is no {self.data} on this machine; --data names this node's own images.")
-        if self.data is not None and any(mark in str(self.data.absolute()) for mark in "\"'\\"):
             raise FedgraftError(
-                f"Flower cannot pass on the path {self.data} with its quotes or backslashes; rename it."
+                "E-DEPLOY-NODE-ID",
+                f"--id {self.client} is not a client number",
+                "use the number, 0 or more, that the coordinator assigned to this node",
+                client=self.client,
+            )
+        self._check_data()
+
+    def _check_superlink(self) -> None:
+        """Refuse an address that is not HOST:PORT."""
+        host, _, port = self.superlink.rpartition(":")
+        if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise FedgraftError(
+                "E-DEPLOY-SUPERLINK",
+                f"--superlink {self.superlink!r} is not HOST:PORT",
+                "use for example server.example:9000",
+                superlink=self.superlink,
             )
 
-    def arguments(self) -> list[str]:
-        """The command that starts the node."""
+    def _check_data(self) -> None:
+        """Refuse data that is missing or cannot be passed on, and a format without data."""
+        if self.source is not None and self.source not in DATA_SOURCES:
+            raise FedgraftError(
+                "E-DEPLOY-SOURCE",
+                f"--source {self.source!r} is not a format of a node's data",
+                f"use one of {', '.join(DATA_SOURCES)}",
+                source=self.source,
+            )
+        if self.data is None:
+            if self.source is not None:
+                raise FedgraftError(
+                    "E-DEPLOY-SOURCE-WITHOUT-DATA",
+                    "--source is the format of --data, which is missing",
+                    "add --data PATH",
+                    source=self.source,
+                )
+            return
+        if not self.data.exists():
+            raise FedgraftError(
+                "E-DEPLOY-NO-DATA",
+                f"there is no {self.data} on this machine",
+                "use --data with the path of this node's own images",
+                path=str(self.data),
+            )
+        if any(character in str(self.data.absolute()) for character in "\"'\\"):
+            raise FedgraftError(
+                "E-DEPLOY-DATA-QUOTES",
+                f"Flower cannot pass on the path {self.data} because of its quotes or backslashes",
+                "rename it",
+                path=str(self.data),
+            )
+
+    def command(self) -> list[str]:
+        """Return the command that starts the node."""
         settings = [f"partition-id={self.client}"]
-        settings += (
-            [f"data={json.dumps(str(self.data.absolute()), ensure_ascii=False)}"] if self.data is not None else []
-        )
-        settings += [f'source="{self.source}"'] if self.source is not None else []
-        return processes.gate(
+        if self.data is not None:
+            settings.append(f"data={json.dumps(str(self.data.absolute()), ensure_ascii=False)}")
+        if self.source is not None:
+            settings.append(f'source="{self.source}"')
+        return processes.gate_command(
             "supernode",
             [
                 "--superlink",
@@ -80,79 +129,108 @@ class NodeChoice:
         )
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start the node, its words in the log of its home; it ends with this process."""
+        """Start the node with its output in the log of its home; it ends with this process."""
         self.home.mkdir(mode=0o700, exist_ok=True)
-        keeps = {processes.KEEPS: str(self.home)}
-        return processes.spawn(self.arguments(), self.home, self.home / "node.log", bound=True, more=keeps)
+        variables = {processes.NODE_STATE_VARIABLE: str(self.home)}
+        return processes.spawn(self.command(), self.home, self.log, bound=True, variables=variables)
 
 
-def run_node(choice: NodeChoice, say: Callable[[str], None]) -> None:
-    """Run a node until it is interrupted; a node that the server refuses ends with the reason."""
-    choice.check()
-    process = choice.start()
-    known, said = processes.known(process), ""
-    seen: list[str] = []
+def run_node(options: NodeOptions, echo: Callable[[str], None]) -> None:
+    """Run a node until it is interrupted; raise the reason if it ends by itself."""
+    options.check()
+    process = options.start()
+    identity = processes.process_id(process)
+    lines: list[str] = []
+    last_message = ""
     try:
-        for line in _lines(choice.home / "node.log", process):
-            seen.append(line)
-            if (text := tell(line, choice)) is not None and text != said:
-                say(text)
-                said = text
+        for line in _follow_log(options.log, process):
+            lines.append(line)
+            message = describe_log_line(line, options)
+            if message is not None and message != last_message:
+                echo(message)
+                last_message = message
     finally:
-        processes.end(known)
+        processes.end_process(identity)
         process.wait()
-    raise FedgraftError(why_ended("\n".join(seen[-40:]), choice))
+    raise node_failure("\n".join(lines[-_LAST_LINES:]), options)
 
 
-def _lines(log: Path, process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """The lines a process adds to its log, until it ends."""
-    import time
-
+def _follow_log(log: Path, process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """Yield the lines that a process appends to its log, until it ends."""
     with log.open(errors="replace") as file:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - 1))
         while True:
-            over = process.poll() is not None  # asked before reading, so that the last words are read too
+            ended = process.poll() is not None  # before reading, so that the last lines are read too
             for line in file:
                 yield line.rstrip()
-            if over:
+            if ended:
                 return
             time.sleep(0.2)
 
 
-def tell(line: str, choice: NodeChoice) -> str | None:
-    """What a line of the node's log means to a person, or None."""
-    if "SuperNode ID:" in line:
-        return f"connected to {choice.superlink} as client {choice.client}; Ctrl-C ends the node"
-    if line.strip() == IN_USE:
-        return f"{choice.superlink} says: {IN_USE}; trying again for up to {IN_USE_SECONDS:g} s"
+def describe_log_line(line: str, options: NodeOptions) -> str | None:
+    """Return the message for the owner that a line of the node's log stands for; None if there is none."""
+    if _CONNECTED in line:
+        return f"connected to {options.superlink} as client {options.client}; Ctrl-C ends the node"
+    if line.strip() == KEY_IN_USE:
+        return f"{options.superlink} reports: {KEY_IN_USE}; trying again for up to {KEY_IN_USE_SECONDS:g} s"
     if "Receiving:" in line:
-        return f"working on a {line.partition('Receiving: ')[2].partition(' message')[0]} order"
+        kind = line.partition("Receiving: ")[2].partition(" message")[0]
+        return f"working on a request ({kind})"
     if "FAB verification failed" in line:
         return "refused an app that is not this installation's fedgraft; both sides need the same version"
     if "Connection attempt failed" in line or "Connection refused" in line:
-        return f"{choice.superlink} does not answer; trying again"
+        return f"{options.superlink} does not answer; trying again"
     return None
 
 
-def why_ended(log: str, choice: NodeChoice) -> str:
-    """Why a node ended, in one sentence, from the end of its log."""
-    where = choice.superlink
+def node_failure(log: str, options: NodeOptions) -> FedgraftError:
+    """Return the error that explains why a node ended, from the end of its log."""
+    superlink = options.superlink
     if "mismatch" in log and "CERTIFICATE_VERIFY_FAILED" in log:
-        host = where.rpartition(":")[0]
-        return f"the server's certificate is not for {host!r}; use the host that the coordinator gave to `deploy init`."
-    if "CERTIFICATE_VERIFY_FAILED" in log:
-        return (
-            f"the server at {where} was not certified by {choice.authority}; ask the coordinator for the right ca.crt."
+        host = superlink.rpartition(":")[0]
+        return FedgraftError(
+            "E-DEPLOY-NODE-CERTIFICATE-HOST",
+            f"the server's certificate is not for {host!r}",
+            "use the host that the coordinator used in `deploy init --host`",
+            host=host,
         )
-    if IN_USE in log.rpartition("SuperNode ID:")[2] and "[code: 2004]" in log:
-        return f"another process uses the key {choice.key} at {where}; end that one, or make a key for this node."
-    if "[code: 2001]" in log or "[code: 2004]" in log or "Invalid SuperNode authentication" in log or "401" in log:
-        return (
-            f"the server at {where} refused the key {choice.key}: it is not registered; "
-            f"the coordinator registers it with: fedgraft deploy register FED NAME {choice.key.stem}.pub."
+    if "CERTIFICATE_VERIFY_FAILED" in log:
+        return FedgraftError(
+            "E-DEPLOY-NODE-CERTIFICATE",
+            f"the server at {superlink} was not certified by {options.authority}",
+            "ask the coordinator for the right ca.crt",
+            superlink=superlink,
+        )
+    activation_failed = "[code: 2004]" in log
+    since_connected = log.rpartition(_CONNECTED)[2]
+    if activation_failed and KEY_IN_USE in since_connected:
+        return FedgraftError(
+            "E-DEPLOY-NODE-KEY-IN-USE",
+            f"another process uses the key {options.key} at {superlink}",
+            "end that process, or make another key for this node",
+            key=str(options.key),
+        )
+    unauthenticated = "[code: 2001]" in log or "Invalid SuperNode authentication" in log or "401" in log
+    if activation_failed or unauthenticated:
+        return FedgraftError(
+            "E-DEPLOY-NODE-KEY-REFUSED",
+            f"the server at {superlink} refused the key {options.key}: it is not registered",
+            f"the coordinator registers it with: fedgraft deploy register FED NAME {options.key.stem}.pub",
+            key=str(options.key),
         )
     if "WRONG_VERSION_NUMBER" in log or "SSL/TLS handshake error" in log:
-        return f"the server at {where} does not speak TLS; check the address."
-    last = [line for line in log.splitlines() if line.strip() and not line.startswith("INFO")]
-    return f"the node ended: {last[-1].strip() if last else 'it said nothing'} (see {choice.home / 'node.log'})."
+        return FedgraftError(
+            "E-DEPLOY-NODE-NO-TLS",
+            f"the server at {superlink} does not use TLS",
+            "check the address",
+            superlink=superlink,
+        )
+    last_line = "no output"
+    for line in log.splitlines():
+        if line.strip() and not line.startswith("INFO"):
+            last_line = line.strip()
+    return FedgraftError(
+        "E-DEPLOY-NODE-ENDED", f"the node ended: {last_line}", f"see {options.log}", last_line=last_line
+    )

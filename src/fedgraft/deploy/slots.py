@@ -1,8 +1,8 @@
-"""What a node's client remembers between orders, in two files: its present memory and the one before.
+"""A client's memory on a node, in two files: the present step and the previous one.
 
-The server names the step it goes on from, so a lost answer or a server that was resumed from a checkpoint goes back by
-one step, bit for bit; a step that is in neither file is refused. They lie in FEDGRAFT_NODE_HOME, or in `node` of
-fedgraft's cache folder; only this user can read them. What must never go back lies elsewhere, see `keep`.
+The server names the step it continues from. After a lost response, or after a resume from a checkpoint, a client goes
+back by one step, bit for bit; a step that is in neither file is refused. The files lie in FEDGRAFT_NODE_HOME, or in
+`node` of fedgraft's cache folder, and only this user can read them. State that must never go back is in `node_state`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ from fedgraft.core.messages import BadMessage, Request, unpack
 from fedgraft.data.pixels.store import cache_dir
 from fedgraft.engines.flower.node_link import WorkerRequest
 
+_OTHER_SLOT = {"a": "b", "b": "a"}
+
 
 class DiskSlots(MutableMapping[str, bytes]):
-    """A client's memory as files that only this user can read."""
+    """A client's memory slots as files that only this user can read."""
 
     def __init__(self, worker_request: WorkerRequest) -> None:
-        home = os.environ.get("FEDGRAFT_NODE_HOME")
-        self.folder = (Path(home) if home else cache_dir() / "node") / "memory"
+        home = cache_dir() / "node"
+        configured = os.environ.get("FEDGRAFT_NODE_HOME")
+        if configured:
+            home = Path(configured)
+        self.folder = home / "memory"
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         identity = f"{worker_request.config}\x1f{worker_request.folder}\x1f{worker_request.client}"
         self.name = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
     def _path(self, slot: str) -> Path:
+        """Return the file of a slot."""
         return self.folder / f"{self.name}-{slot}"
 
     def __getitem__(self, slot: str) -> bytes:
@@ -41,34 +47,41 @@ class DiskSlots(MutableMapping[str, bytes]):
             raise KeyError(slot) from None
 
     def __setitem__(self, slot: str, data: bytes) -> None:
-        before = os.umask(0o077)
+        previous_umask = os.umask(0o077)
         try:
             write_atomic(self._path(slot), [data])
         finally:
-            os.umask(before)
+            os.umask(previous_umask)
 
     def __delitem__(self, slot: str) -> None:
         self._path(slot).unlink(missing_ok=True)
 
     def __iter__(self) -> Iterator[str]:
-        return (slot for slot in ("a", "b") if self._path(slot).exists())
+        for slot in _OTHER_SLOT:
+            if self._path(slot).exists():
+                yield slot
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(list(iter(self)))
 
 
-def recall(slots: MutableMapping[str, bytes], step: int, client: int) -> tuple[ClientMemory, str]:
-    """The memory of this step, and the slot that the next one may take."""
+def load_memory(slots: MutableMapping[str, bytes], step: int, client: int) -> tuple[ClientMemory, str]:
+    """Return a client's memory of this step, and the slot that the next step overwrites."""
     if step == 0:
         return {}, "a"
-    found = {}
-    for slot in ("a", "b"):
-        with suppress(KeyError, BadMessage):  # a damaged slot is no slot
-            kept = unpack(Request, slots[slot])
-            found[kept.round] = slot
-            if kept.round == step:
-                return kept.auxiliary, "b" if slot == "a" else "a"
+    latest_step = 0
+    for slot, other_slot in _OTHER_SLOT.items():
+        with suppress(KeyError, BadMessage):  # a damaged slot counts as missing
+            stored = unpack(Request, slots[slot])
+            if stored.round == step:
+                return stored.auxiliary, other_slot
+            latest_step = max(latest_step, stored.round)
     raise FedgraftError(
-        f"client {client} holds step {max(found, default=0)} of its memory and the server goes on from step {step}; "
-        "its folder is lost or belongs to another run, so start the run anew."
+        "E-DEPLOY-MEMORY-STEP",
+        f"client {client} has step {latest_step} of its memory and the server continues from step {step}: its memory "
+        "folder was lost or belongs to another run",
+        "start the run again from the beginning",
+        client=client,
+        step=step,
+        latest_step=latest_step,
     )

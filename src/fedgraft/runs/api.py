@@ -233,7 +233,7 @@ def _finished(
     return Result(summary, record.metrics(), folder, reopened(setup, found, opened, made=made))
 
 
-LAUNCHERS = {"flower-sim": "fedgraft.deploy.flower_apps:simulate"}
+LAUNCHERS = {"flower-sim": "fedgraft.deploy.flower_apps:run_simulation"}
 """Engines that build the whole run elsewhere, and the function (above this folder) that starts each."""
 
 

@@ -1,4 +1,4 @@
-"""What became of an order: lost ones are known at once, answers that came are never taken for lost."""
+"""Requests in flight: lost ones are reported at once, and a response that arrived is never taken for lost."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
-from fedgraft.deploy.inflight import LOST, InFlightTracker, answering
+from fedgraft.deploy.inflight import REQUEST_LOST, InFlightTracker, push_or_give_up
 
-NODE, RUN = 7, 1
+NODE = 7
+RUN = 1
 
 
 def request(name: str) -> Message:
@@ -26,88 +27,107 @@ def request(name: str) -> Message:
 
 
 class Link:
-    """Flower's link for one node: orders wait, are given once, and have answers or not."""
+    """Flower's link for one node: requests wait, are delivered once, and have responses or not."""
 
     def __init__(self, guarded: bool) -> None:
-        hands = InFlightTracker() if guarded else Blind()
-        self.waiting, self.stored = list[Message](), dict[str, Any]()
-        self.hands, self._store_generated_message = hands, lambda message: None
-        self.pull = hands.giving(lambda request, state, store: SimpleNamespace(messages_list=self._next()))
-        self.activate = hands.connecting(lambda request, state: SimpleNamespace(node_id=NODE))
-        self._look = hands.responses(lambda state, message_ids, run_id: self._found(message_ids))
+        tracker: InFlightTracker = BlindTracker()
+        if guarded:
+            tracker = InFlightTracker()
+        self.waiting: list[Message] = []
+        self.stored: dict[str, Any] = {}
+        self.tracker = tracker
+        self._store_generated_message = lambda message: None
+        self.pull = tracker.wrap_pull(lambda request, state, store: SimpleNamespace(messages_list=self._next()))
+        self.activate = tracker.wrap_activate(lambda request, state: SimpleNamespace(node_id=NODE))
+        self._get = tracker.wrap_get_responses(lambda state, message_ids, run_id: self._take(message_ids))
 
     def _next(self) -> list[Any]:
         return [message_to_proto(self.waiting.pop(0))] if self.waiting else []
 
-    def _found(self, asked: set[str]) -> list[Any]:
-        return [self.stored.pop(one) for one in sorted(asked) if one in self.stored]
+    def _take(self, message_ids: set[str]) -> list[Any]:
+        return [self.stored.pop(name) for name in sorted(message_ids) if name in self.stored]
 
-    def ask(self) -> None:
+    def poll(self) -> None:
         self.pull(request=SimpleNamespace(node=SimpleNamespace(node_id=NODE)), state=None, store=None)
 
     def push(self, name: str) -> None:
         self.stored[name] = SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=name), has_error=lambda: False)
 
-    def look(self, *names: str) -> dict[str, str]:
-        """What the run hears: the answer, or the error in its place."""
-        found = self._look(self, message_ids=set(names), run_id=RUN)
-        return {one.metadata.reply_to_message_id: one.error.reason if one.has_error() else "" for one in found}
+    def collect(self, *names: str) -> dict[str, str]:
+        """Return what the run gets by request: an empty text for a response, the reason of an error in its place."""
+        reasons = {}
+        for response in self._get(self, message_ids=set(names), run_id=RUN):
+            reason = ""
+            if response.has_error():
+                reason = response.error.reason
+            reasons[response.metadata.reply_to_message_id] = reason
+        return reasons
 
 
-class Blind(InFlightTracker):
-    """The broken variant: nobody notes who asks."""
+class BlindTracker(InFlightTracker):
+    """The broken variant: polls of nodes are not noted."""
 
-    def asks(self, node: int) -> None:
+    def node_polled(self, node: int) -> None:
         pass
 
 
+def move_on(link: Link, how: str) -> None:
+    """Let the node continue: it polls for the next request, or was restarted."""
+    if how == "polls":
+        link.poll()
+    else:
+        link.activate(request=None, state=None)
+
+
 @pytest.mark.parametrize("guarded", [True, False])
-@pytest.mark.parametrize("again", ["asks", "starts"])
-def test_an_order_whose_node_went_on_is_lost_at_once(again: str, guarded: bool) -> None:
+@pytest.mark.parametrize("again", ["polls", "restarts"])
+def test_a_request_whose_node_moved_on_is_lost_at_once(again: str, guarded: bool) -> None:
     link = Link(guarded)
     link.waiting += [request("one"), request("two")]
-    link.ask()
-    assert link.look("one", "two") == {}  # it works on it
-    link.ask() if again == "asks" else link.activate(request=None, state=None)
-    assert link.look("one", "two") == ({"one": LOST} if guarded else {})
-    assert link.look("two") == {}
+    link.poll()
+    assert link.collect("one", "two") == {}  # it works on it
+    move_on(link, again)
+    assert link.collect("one", "two") == ({"one": REQUEST_LOST} if guarded else {})
+    assert link.collect("two") == {}
 
 
-@pytest.mark.parametrize("again", ["asks", "starts"])
+@pytest.mark.parametrize("again", ["polls", "restarts"])
 def test_an_answer_that_came_counts_whatever_its_node_did_since(again: str) -> None:
     link = Link(True)
     link.waiting.append(request("one"))
-    link.ask()
+    link.poll()
     link.push("one")
-    link.ask() if again == "asks" else link.activate(request=None, state=None)
-    assert link.look("one") == {"one": ""} and link.look("one") == {}
+    move_on(link, again)
+    assert link.collect("one") == {"one": ""} and link.collect("one") == {}
 
 
-def test_nothing_is_kept_of_orders_that_are_answered() -> None:
+def test_nothing_is_stored_of_requests_that_are_answered() -> None:
     link = Link(True)
     for number in range(50):
         link.waiting.append(request(f"{number}"))
-        link.ask()
+        link.poll()
         link.push(f"{number}")
-        if number % 2:  # the run looks before the node asks again, or after it
-            link.ask()
-        link.look(f"{number}")
-    link.ask()
-    assert not link.hands.given and not link.hands.over and len(link.hands.latest) <= 1
+        if number % 2:  # the run collects before the node polls again, or after it
+            link.poll()
+        link.collect(f"{number}")
+    link.poll()
+    assert not link.tracker.unanswered and not link.tracker.abandoned and len(link.tracker.latest) <= 1
 
 
 class Worker:
-    """A node's state with one order and the process that works on it."""
+    """A node's state with one request and the process that works on it."""
 
     def __init__(self) -> None:
         self.store = InMemoryObjectStore()
-        self.state, self.sent = InMemoryNodeState(self.store), list[str]()
+        self.state = InMemoryNodeState(self.store)
+        self.sent = list[str]()
         message = request("one")
         self.store.preregister(RUN, get_object_tree(message))
         self.state.store_message(message)
         task = self.state.create_task(task_type="flwr-clientapp", run_id=RUN, fab_hash="")
         assert task is not None
-        self.task, self.message = task, message
+        self.task = task
+        self.message = message
         token = self.state.claim_task(task)
         assert token and self.state.activate_task(task)
         self.state.get_messages_legacy(run_ids=[RUN], is_reply=False, limit=1)
@@ -119,19 +139,21 @@ class Worker:
         response.metadata.__dict__["_message_id"] = response.object_id
         session = self.state.start_session(RUN)
         self.state.store_message_and_object_tree(response, get_object_tree(response), session)
-        for name, one in get_all_nested_objects(response).items() if pieces else ():
-            self.state.store_object(RUN, session, name, one.deflate())
+        for name, part in get_all_nested_objects(response).items() if pieces else ():
+            self.state.store_object(RUN, session, name, part.deflate())
 
     def end(self, how: str) -> None:
         self.state.finish_task(self.task, how, "why it ended")
 
     def push(self, state: Any, object_store: Any, send: Any) -> None:
-        self.sent += [one.metadata.reply_to_message_id for one in state.get_messages_legacy(is_reply=True)]
+        messages = state.get_messages_legacy(is_reply=True)
+        self.sent += [message.metadata.reply_to_message_id for message in messages]
 
 
 @pytest.mark.parametrize("story", ["answers", "answers late", "ends", "fails", "half"])
 def test_a_node_waits_for_its_answer_and_not_for_one_that_nobody_makes(story: str) -> None:
-    worker, rests = Worker(), list[float]()
+    worker = Worker()
+    rests = list[float]()
 
     def rest(seconds: float) -> None:
         rests.append(seconds)
@@ -142,7 +164,7 @@ def test_a_node_waits_for_its_answer_and_not_for_one_that_nobody_makes(story: st
             worker.answer(story != "half")
         worker.end("failed" if story == "fails" else "completed")
 
-    answering(worker.push, rest)(state=worker.state, object_store=worker.store, send=None)
+    push_or_give_up(worker.push, rest)(state=worker.state, object_store=worker.store, send=None)
     assert worker.sent == (["one"] if story.startswith("answers") else [])
     assert not worker.state.msg_store or worker.sent
 
@@ -151,7 +173,8 @@ def test_flower_alone_waits_for_ever() -> None:
     """Without the guard: if this fails, Flower has mended it and the guard can go."""
     from flwr.supernode import start_client_internal as loop
 
-    worker, rests = Worker(), list[float]()
+    worker = Worker()
+    rests = list[float]()
 
     def rest(seconds: float) -> None:
         rests.append(seconds)

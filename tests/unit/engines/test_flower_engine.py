@@ -23,7 +23,6 @@ from fedgraft import algorithms as zoo
 from fedgraft.client.actions import action_named
 from fedgraft.client.handle import handle
 from fedgraft.config.load import load
-from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.data.sources.class_map import check_names, odd_names
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
@@ -37,8 +36,8 @@ from flwr.app import Context, Error, Message, RecordDict
 
 from fedgraft.deploy import flower_apps
 from fedgraft.deploy.deployed import wait_for_clients
-from fedgraft.deploy.process import KEEPS
-from fedgraft.deploy.slots import recall
+from fedgraft.deploy.process import NODE_STATE_VARIABLE
+from fedgraft.deploy.slots import load_memory
 from fedgraft.engines.flower.client import StateSlots, client_app
 from fedgraft.engines.flower.registry import NodeRegistry
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
@@ -93,7 +92,7 @@ class FakeNode:
                 return WorkerResponse(need=True)
             self.digest = worker_request.digest
         request = replace(unpack(Request, worker_request.request), client=self.client)
-        memory, slot = recall(slots, worker_request.after, self.client)
+        memory, slot = load_memory(slots, worker_request.after, self.client)
         response, kept = handle(request, self.toy.algorithm, self.toy.context, memory)
         step = worker_request.after
         if kept is not memory and kept:
@@ -351,10 +350,10 @@ def test_a_node_with_a_key_simulates_nothing(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[Any] = []
     monkeypatch.setattr(flower_apps, "ask_worker", lambda request: asked.append(request) or WorkerResponse())
     request = WorkerRequest('engine = "flower-sim"', "", 0, 1)
-    flower_apps._serve(request, {})
+    flower_apps._carry_out(request, {})
     assert not asked
-    monkeypatch.setenv(KEEPS, "/nowhere/node.home")
-    flower_apps._serve(request, {})
+    monkeypatch.setenv(NODE_STATE_VARIABLE, "/nowhere/node.home")
+    flower_apps._carry_out(request, {})
     assert asked == [request]
 
 
@@ -385,7 +384,7 @@ def test_a_memory_that_is_not_rolled_back_would_be_noticed(monkeypatch: pytest.M
         best = max(found, key=lambda kept: kept.round, default=None)
         return (best.auxiliary if best else {}), "a"
 
-    monkeypatch.setattr(module, "recall", newest)
+    monkeypatch.setattr(module, "load_memory", newest)
     toy = Toy(algorithm("scaffold"), clients=3, per_round=3)
     engine, grid = deploy(toy, 3, Patience(deadline=10.0))
     grid.nodes[engine.registry.nodes[0]].lost = True
@@ -441,7 +440,7 @@ def test_a_node_that_lost_the_edit_space_is_told_again_at_once_and_only_then() -
     engine, grid = deploy(toy)
 
     def told() -> int:
-        found = sum("opened" in m.content for m in grid.pushed if m.metadata.message_type == "train.order")
+        found = sum("opened" in m.content for m in grid.pushed if m.metadata.message_type == "train.request")
         grid.pushed.clear()
         return found
 
@@ -458,7 +457,7 @@ def test_the_engine_counts_what_it_sends_and_receives() -> None:
     toy = Toy(algorithm("fedavg"), per_round=5)
     engine, grid = deploy(toy)
     toy.run(2)
-    sent = [m for m in grid.pushed if m.metadata.message_type == "train.order"]
+    sent = [m for m in grid.pushed if m.metadata.message_type == "train.request"]
     sizes = [len(record["bytes"].data) for m in sent for name, record in m.content.items() if name != "words"]
     assert len(sent) == 10 and len(sizes) == 15 and engine.sent == sum(sizes)  # five orders carried the opening too
     before = engine.sent, engine.received
@@ -473,7 +472,9 @@ def test_a_client_whose_memory_is_lost_is_refused_by_name() -> None:
     toy.run(1)
     grid.nodes[engine.registry.nodes[3]].forget()
     toy.run(1)
-    assert "holds step 0 of its memory and the server goes on from step 1" in toy.summary.rejections[0].reason
+    with raises("E-DEPLOY-MEMORY-STEP", client=3, step=1, latest_step=0) as caught:
+        load_memory({}, 1, 3)
+    assert toy.summary.rejections[0].reason == str(caught.value)
 
 
 def test_a_resumed_server_goes_on_from_the_step_it_saved() -> None:
@@ -578,7 +579,7 @@ def test_a_node_whose_class_name_looks_like_that_of_others_is_left_out_by_name(j
     config = load(None, ["model.name=tiny", "partition.clients=3", "model.head=random"])
     if not judged:
         registry.leave_out = lambda rule: None  # type: ignore[method-assign]
-        with pytest.raises(FedgraftError, match=r"look like one.*Client 2 alone tells of one of them"):
+        with raises("E-DATA-SIMILAR-CLASSES", client=2):
             wait_for_clients(config, engine)
         return
     assert wait_for_clients(config, engine).task.data.dataset.classes == ("cat", "dog")
@@ -598,7 +599,7 @@ def test_one_against_one_nobody_is_left_out_and_many_names_are_quick() -> None:
     assert list(odd_names({0: ["cat", "Cat"], 1: ["cat"], 2: ["cat"]})) == ["Cat"]
     many = [f"class {n}" for n in range(50_000)]
     check_names(many)  # pair by pair this would be 1,250 million looks
-    with pytest.raises(FedgraftError, match="look like one"):
+    with raises("E-DATA-SIMILAR-CLASSES"):
         check_names([*many, "Class-7"])
 
 
@@ -643,13 +644,13 @@ def test_a_nodes_words_are_read_as_hostile() -> None:
 
 def test_memory_slots_keep_the_present_and_the_one_before() -> None:
     slots = StateSlots(Context(1, 1, {}, RecordDict(), {}))
-    assert recall(slots, 0, 1) == ({}, "a")
+    assert load_memory(slots, 0, 1) == ({}, "a")
     for step in (1, 2, 3):
-        _, slot = recall(slots, step - 1, 1)
+        _, slot = load_memory(slots, step - 1, 1)
         slots[slot] = pack(Request("r", step, 1, "memory", auxiliary={"x": torch.tensor([step])}))
-    assert int(recall(slots, 3, 1)[0]["x"]) == 3 and int(recall(slots, 2, 1)[0]["x"]) == 2
-    with pytest.raises(FedgraftError, match="holds step 3 of its memory and the server goes on from step 1"):
-        recall(slots, 1, 1)
+    assert int(load_memory(slots, 3, 1)[0]["x"]) == 3 and int(load_memory(slots, 2, 1)[0]["x"]) == 2
+    with raises("E-DEPLOY-MEMORY-STEP", client=1, step=1, latest_step=3):
+        load_memory(slots, 1, 1)
 
 
 def pretend_ray(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
@@ -699,7 +700,7 @@ def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeyp
         "trainable.kind=everything",
         "rounds.evaluate_every=0",
     ]
-    flower_apps.simulate(load(None, [*overrides, "engine=flower-sim"]), tmp_path / "there")
+    flower_apps.run_simulation(load(None, [*overrides, "engine=flower-sim"]), tmp_path / "there")
     run(load(None, [*overrides, "engine=reference", "workers=1"]), tmp_path / "here", console=False)
     found = [load_latest(tmp_path / where / "checkpoints").tensors for where in ("here", "there")]  # type: ignore[union-attr]
     assert torch.equal(found[0]["vector"], found[1]["vector"])
@@ -719,8 +720,8 @@ def test_a_simulation_that_breaks_down_is_one_sentence(tmp_path: Path, monkeypat
 
     pretend_ray(monkeypatch, True)
     monkeypatch.setattr(flower_wire, "simulate", broken)
-    with pytest.raises(FedgraftError, match=r"broke down: the node timed out during startup$"):
-        flower_apps.simulate(load(None, ["engine=flower-sim", "model.name=tiny"]), tmp_path / "run")
+    with raises("E-DEPLOY-SIMULATION"):
+        flower_apps.run_simulation(load(None, ["engine=flower-sim", "model.name=tiny"]), tmp_path / "run")
 
 
 def test_without_ray_flower_sim_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -728,8 +729,8 @@ def test_without_ray_flower_sim_is_one_sentence(tmp_path: Path, monkeypatch: pyt
     from fedgraft.deploy import flower_apps
 
     pretend_ray(monkeypatch, False)
-    with pytest.raises(FedgraftError, match=r"pip install 'fedgraft\[simulation\]'"):
-        flower_apps.simulate(load(None, ["engine=flower-sim"]), tmp_path)
+    with raises("E-MISSING-EXTRA", extra="simulation"):
+        flower_apps.run_simulation(load(None, ["engine=flower-sim"]), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["clear", "secure"])

@@ -21,13 +21,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.support.errors import raises
 
 from fedgraft.config.load import Config, load, to_toml
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import read_metrics
 from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.deploy.deployed import own_data, remote_data, run_deployed
-from fedgraft.deploy.node import Nodes
+from fedgraft.deploy.node import NodeWorker
 from fedgraft.deploy.slots import DiskSlots
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, _alive, ask_worker, private_folder, serve
 from fedgraft.runs.checkpoint import load_latest
@@ -59,7 +60,7 @@ class Direct:
     def __init__(self, config: Config, folder: Path, data: Sequence[str] = ()) -> None:
         self.memory: dict[int, Any] = {}
         self.limit, self.classes = 0, ()
-        self.nodes = [Nodes() for _ in range(config.partition.clients)]
+        self.nodes = [NodeWorker() for _ in range(config.partition.clients)]
         text = to_toml(config)
         self.requests = [
             WorkerRequest(text, str(folder), k, 1, data=data[k] if data else "") for k in range(len(self.nodes))
@@ -192,7 +193,7 @@ def test_a_server_with_images_measures_by_itself(tmp_path: Path) -> None:
 def test_the_server_learns_only_size_classes_and_digest(tmp_path: Path) -> None:
     config = load(None, SMALL)
     path = paint(tmp_path / "secret place", ("a", "b"))
-    facts = Nodes().carry_out(WorkerRequest(to_toml(config), "f", 0, 1, data=path)).facts
+    facts = NodeWorker().carry_out(WorkerRequest(to_toml(config), "f", 0, 1, data=path)).facts
     assert set(facts) == {"client", "examples", "classes", "data"} and "secret" not in str(facts)
 
 
@@ -216,25 +217,25 @@ def test_a_greeting_makes_a_node_ready_for_its_first_order(tmp_path: Path) -> No
     config = load(None, [*SMALL, "data.limit=120"])
     engine = Direct(config, tmp_path / "run")
     engine.gather()
-    ready = [next(iter(nodes.nodes.values())) for nodes in engine.nodes]
+    ready = [next(iter(worker.runs.values())) for worker in engine.nodes]
     run_deployed(config, tmp_path / "run", engine)
-    assert [next(iter(nodes.nodes.values())) for nodes in engine.nodes] == ready
+    assert [next(iter(worker.runs.values())) for worker in engine.nodes] == ready
     far = replace(engine.requests[0], client=9)
-    with pytest.raises(FedgraftError, match="this node is client 9, and the run has clients 0 to 2"):
-        Nodes().carry_out(far)
+    with raises("E-DEPLOY-CLIENT-NUMBER", client=9):
+        NodeWorker().carry_out(far)
 
 
 def test_owners_and_simulated_nodes_do_not_mix(tmp_path: Path) -> None:
     config = load(None, SMALL)
     data = [paint(tmp_path / "d", ("a", "b")), "", ""]
-    with pytest.raises(FedgraftError, match="client 1 has no data of its own and client 0 has"):
+    with raises("E-DEPLOY-MIXED-DATA", client=1):
         run_deployed(config, tmp_path / "run", Direct(config, tmp_path / "run", data))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_remote_deal_of_one_class_is_refused() -> None:
     facts = {0: {"classes": ("a",), "examples": 3, "data": "x"}}
-    with pytest.raises(FedgraftError, match="at least two"):
+    with raises("E-DEPLOY-CLASSES"):
         remote_data(load(None, SMALL), facts, "", "")
 
 

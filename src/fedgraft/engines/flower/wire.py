@@ -16,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 
 HELLO = "query.hello"
 """Flower's message type of a greeting."""
-REQUEST = "train.order"
+REQUEST = "train.request"
 """Flower's message type of a request."""
 _STYPE = "fedgraft"
 _SETTINGS = "words"  # the name of the record of settings

@@ -1,4 +1,4 @@
-"""Questions in which nobody trains: preflight tells sums and obeys the owner, evaluation gives each site's numbers."""
+"""Queries without training: preflight reports sums and follows the owner's policy, evaluation gives metrics by site."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.support.machines import Machines
+from tests.support.errors import raises
+from tests.support.machines import Machines, refused_rule
 from tests.support.tiny import tensors_of, without_pictures
 
 from fedgraft.client.policy import to_toml as policy_toml
@@ -21,12 +22,12 @@ from fedgraft.config.agreement import safe_for
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load
 from fedgraft.consortium.site_faults import findings
-from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request
 from fedgraft.deploy import evaluate, preflight
 from fedgraft.deploy.deployed import run_deployed
-from fedgraft.deploy.evaluate import lines, question
-from fedgraft.deploy.node import agreed
+from fedgraft.deploy.evaluate import markdown_table, plan_evaluation
+from fedgraft.deploy.node import agreed_policies
 from fedgraft.privacy.secagg.keys import Identity, context, public_key, sign
 from fedgraft.runs.deliver import export_run
 from fedgraft.runs.predict import predictor
@@ -68,15 +69,15 @@ def machines(config: Config, sites: dict[str, Path], monkeypatch: pytest.MonkeyP
     return Machines(config, root / "there", root / "keys", monkeypatch, data=list(map(str, sites.values())), **more)
 
 
-def look(sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[dict[str, Any], Machines]:
+def collect(sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[dict[str, Any], Machines]:
     config = load(None, [*SMALL, *options])
     engine = machines(config, sites, monkeypatch, task="preflight")
-    return preflight.look(config, engine.root / "look", engine), engine
+    return preflight.collect_preflight(config, engine.root / "preflight", engine), engine
 
 
-def kinds(told: dict[str, Any]) -> set[str]:
-    named, shared = preflight.named(told, NAMES)
-    return {one.kind for one in findings(named, 16, shared)}
+def kinds(answers: dict[str, Any]) -> set[str]:
+    named, shared = preflight.with_node_names(answers, NAMES)
+    return {finding.kind for finding in findings(named, 16, shared)}
 
 
 def allow(engine: Machines, client: int, config: Config, also: Sequence[str] = ()) -> None:
@@ -85,19 +86,19 @@ def allow(engine: Machines, client: int, config: Config, also: Sequence[str] = (
 
 
 @pytest.mark.slow
-def test_nodes_tell_sums_and_the_server_finds_what_is_wrong(
+def test_nodes_report_sums_and_the_server_finds_what_is_wrong(
     sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean, engine = look(sites, monkeypatch)
+    clean, engine = collect(sites, monkeypatch)
     assert kinds(clean) == {"no_policy"} and not clean["refused"]
     (sites["south"] / "train/melanoma").rename(sites["south"] / "train/Melanoma")
     (sites["south"] / "test/melanoma").rename(sites["south"] / "test/Melanoma")
     shutil.copy(sites["north"] / "train/benign/0.png", sites["east"] / "train/benign/copy.png")
     (sites["north"] / "train/benign/1.png").write_bytes(b"no image")
-    told, _ = look(sites, monkeypatch)
-    assert {"class_case", "duplicates_across", "unreadable"} <= kinds(told)
-    assert told["shared"] == [[0, 2, 1]] and list(told["facts"]["0"]["unreadable"].values()) == [None]
-    assert kinds(look(sites, monkeypatch, 'data.class_map={"Melanoma"="melanoma"}')[0]).isdisjoint({"class_case"})
+    answers, _ = collect(sites, monkeypatch)
+    assert {"class_case", "duplicates_across", "unreadable"} <= kinds(answers)
+    assert answers["shared"] == [[0, 2, 1]] and list(answers["facts"]["0"]["unreadable"].values()) == [None]
+    assert kinds(collect(sites, monkeypatch, 'data.class_map={"Melanoma"="melanoma"}')[0]).isdisjoint({"class_case"})
     left = engine.log(0)
     assert [line["action"] for line in left if line.get("round") == 0][:2] == ["preflight", "preflight"]
 
@@ -107,7 +108,8 @@ def test_no_digest_of_an_image_can_be_tested_by_the_server(
 ) -> None:
     """Tags differ by pair of sites, and follow from no key that passes the server."""
     config = load(None, SMALL)
-    engine, seen = machines(config, sites, monkeypatch, task="preflight"), list[dict[str, Any]]()
+    engine = machines(config, sites, monkeypatch, task="preflight")
+    seen = list[dict[str, Any]]()
     real = Machines.deliver
 
     def deliver(self: Machines, request: Request) -> Any:
@@ -116,13 +118,15 @@ def test_no_digest_of_an_image_can_be_tested_by_the_server(
         return answer
 
     monkeypatch.setattr(Machines, "deliver", deliver)
-    told = preflight.look(config, engine.root / "look", engine)
-    tags = [one["tags"] for one in seen if "tags" in one]
+    answers = preflight.collect_preflight(config, engine.root / "preflight", engine)
+    tags = [answer["tags"] for answer in seen if "tags" in answer]
     assert len(tags) == 3 and not set(tags[0]["1"]) & set(tags[0]["2"])  # the same images, under two keys
-    assert not any(tag in json.dumps(told) for tag in tags[0]["1"])  # nothing of them is kept
-    forged = {str(k): "00" * 32 + one["key"][64:] for k, one in enumerate(seen[:3])}  # a server's own key in between
+    assert not any(tag in json.dumps(answers) for tag in tags[0]["1"])  # nothing of them is stored
+    forged = {
+        str(k): "00" * 32 + answer["key"][64:] for k, answer in enumerate(seen[:3])
+    }  # a server's own key in between
     request = Request(config.digest, 0, 0, "preflight", settings={"keys": json.dumps(forged)})
-    assert "is not signed by it" in real(engine, request)[1]
+    assert refused_rule(real(engine, request)[1]) == "pinned_peers"
 
 
 def test_the_owners_policy_decides_who_answers(sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +135,9 @@ def test_the_owners_policy_decides_who_answers(sites: dict[str, Path], monkeypat
     allow(engine, 0, config)
     allow(engine, 1, config, ["preflight"])
     allow(engine, 2, load(None, [*SMALL, "seed=9"]), ["preflight"])
-    told = preflight.look(config, engine.root / "look", engine)
-    assert set(told["facts"]) == {"1"} and told["facts"]["1"]["policy"] and told["facts"]["1"]["minimum"] == 10
-    assert "rule 'actions'" in told["refused"]["0"] and "rule 'config'" in told["refused"]["2"]
+    answers = preflight.collect_preflight(config, engine.root / "preflight", engine)
+    assert set(answers["facts"]) == {"1"} and answers["facts"]["1"]["policy"] and answers["facts"]["1"]["minimum"] == 10
+    assert {k: refused_rule(reason) for k, reason in answers["refused"].items()} == {"0": "actions", "2": "config"}
     assert engine.log(0)[-1]["kind"] == "refused"
 
 
@@ -162,18 +166,18 @@ def test_a_lying_node_is_left_out_by_name(
 
     def deliver(self: Machines, request: Any) -> Any:
         client, data = real(self, request)
-        told = json.loads(data)
-        if client == 1 and "facts" in told:
-            whole = {"tags": {}, **lie} if "facts" in lie else lie if "key" in lie else {**told, **lie}
-            told = whole if {"facts", "key", "tags"} & set(lie) else told | {"facts": told["facts"] | lie}
-        return client, json.dumps(told).encode()
+        answers = json.loads(data)
+        if client == 1 and "facts" in answers:
+            whole = {"tags": {}, **lie} if "facts" in lie else lie if "key" in lie else {**answers, **lie}
+            answers = whole if {"facts", "key", "tags"} & set(lie) else answers | {"facts": answers["facts"] | lie}
+        return client, json.dumps(answers).encode()
 
     monkeypatch.setattr(Machines, "deliver", deliver)
-    told = preflight.look(config, engine.root / "look", engine)
-    assert set(told["facts"]) == {"0", "2"} and "other software" in told["refused"]["1"]
+    answers = preflight.collect_preflight(config, engine.root / "preflight", engine)
+    assert set(answers["facts"]) == {"0", "2"} and answers["refused"] == {"1": preflight._BAD_ANSWER}
 
 
-def test_a_node_that_tells_its_facts_as_its_key_is_left_out_by_name(
+def test_a_node_that_sends_facts_instead_of_its_key_is_left_out_by_name(
     sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load(None, SMALL)
@@ -184,8 +188,8 @@ def test_a_node_that_tells_its_facts_as_its_key_is_left_out_by_name(
         return real(self, replace(request, settings={"keys": "{}"}) if request.client == 1 else request)
 
     monkeypatch.setattr(Machines, "deliver", deliver)
-    told = preflight.look(config, engine.root / "look", engine)
-    assert set(told["facts"]) == {"0", "2"} and "other software" in told["refused"]["1"]
+    answers = preflight.collect_preflight(config, engine.root / "preflight", engine)
+    assert set(answers["facts"]) == {"0", "2"} and answers["refused"] == {"1": preflight._BAD_ANSWER}
 
 
 ALLOWED = {"sums": "train", "keys": "{}"}
@@ -203,20 +207,21 @@ ALLOWED = {"sums": "train", "keys": "{}"}
 def test_a_preflight_under_another_name_is_none(
     action: str, settings: dict[str, str], sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner allows what an order calls itself; what it would tell are the facts all the same."""
+    """The owner allows the name in the request; what it would report are the facts all the same."""
     config = load(None, [*SMALL, "privacy.aggregation=secure"])
     engine = machines(config, sites, monkeypatch, task="preflight")
     allow(engine, 0, config)
     request = Request(config.digest, 0, 0, action, settings=settings)
-    assert "rule 'actions'" in engine.deliver(request)[1] and engine.log(0)[-1]["bytes"] == 0
-    monkeypatch.setattr(preflight, "ACTION", action)  # as if its name were asked for
+    assert refused_rule(engine.deliver(request)[1]) == "actions" and engine.log(0)[-1]["bytes"] == 0
+    monkeypatch.setattr(preflight, "ACTION", action)  # as if the rules applied to its name
     if action.startswith("secure."):
-        assert b"facts" in preflight.tell(replace(engine.requests[0], request=b""), request)
+        assert b"facts" in preflight.answer_preflight(replace(engine.requests[0], request=b""), request)
 
 
 def stranger(number: int, run: str) -> str:
     """A key that a server made, well signed, for a client that is not there."""
-    me, public = Identity.fresh(), public_key(bytes(32))
+    me = Identity.fresh()
+    public = public_key(bytes(32))
     return (public + me.public + sign(me.private, context("preflight", run, number, public.hex()))).hex()
 
 
@@ -226,11 +231,12 @@ def test_keys_that_are_none_or_a_strangers_are_refused_by_name(
 ) -> None:
     config = load(None, SMALL)
     engine = machines(config, sites, monkeypatch, task="preflight")
-    rule, told = "request", keys
+    rule = "request"
     if keys == "stranger":  # it could test images of its own
-        rule, told = "most_clients", json.dumps({"99": stranger(99, config.digest)})
-    said = engine.deliver(Request(config.digest, 0, 0, "preflight", settings={"keys": told}))[1]
-    assert isinstance(said, str) and f"rule '{rule}'" in said
+        rule = "most_clients"
+        keys = json.dumps({"99": stranger(99, config.digest)})
+    _, reason = engine.deliver(Request(config.digest, 0, 0, "preflight", settings={"keys": keys}))
+    assert refused_rule(reason) == rule
 
 
 @pytest.fixture
@@ -241,10 +247,10 @@ def trained(sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> tuple[Co
     return config, sites["north"].parent / "there"
 
 
-def asked(config: Config, model: Path, sites: dict[str, Path], patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    q = question(config, model, model.parent / "answers")
-    engine = machines(q.config, sites, patch, task="evaluate")
-    return evaluate.measure(q.config, q.folder, engine, str(model), ("accuracy", "auroc", "confusion"))
+def evaluated(config: Config, model: Path, sites: dict[str, Path], patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    plan = plan_evaluation(config, model, model.parent / "answers")
+    engine = machines(plan.config, sites, patch, task="evaluate")
+    return evaluate.evaluate_on_nodes(plan.config, plan.folder, engine, str(model), ("accuracy", "auroc", "confusion"))
 
 
 @pytest.mark.slow
@@ -253,15 +259,21 @@ def test_a_run_and_its_export_are_evaluated_alike_as_each_site_would(
 ) -> None:
     config, there = trained
     exported = export_run(there, there.parent / "adapted")
-    told, again = asked(config, there, sites, monkeypatch), asked(config, exported, sites, monkeypatch)
+    of_run = evaluated(config, there, sites, monkeypatch)
+    of_export = evaluated(config, exported, sites, monkeypatch)
     model = predictor(exported)
     for k, site in enumerate(sites.values()):
         own = model.evaluate(site)
-        cell = told["clients"][str(k)]["accuracy"]
+        cell = of_run["clients"][str(k)]["accuracy"]
         assert (cell["n"], cell["value"]) == (own.count, own.accuracy)
-    assert told["clients"] == again["clients"] and told["pooled"]["accuracy"]["n"] == 36
-    assert np.sum(told["confusion"]) == 36
-    assert [line.split(" | ")[0] for line in lines(told, NAMES)][2:] == ["| north", "| south", "| east", "| all sites"]
+    assert of_run["clients"] == of_export["clients"] and of_run["pooled"]["accuracy"]["n"] == 36
+    assert np.sum(of_run["confusion"]) == 36
+    assert [line.split(" | ")[0] for line in markdown_table(of_run, NAMES)][2:] == [
+        "| north",
+        "| south",
+        "| east",
+        "| all sites",
+    ]
 
 
 @pytest.mark.slow
@@ -270,17 +282,17 @@ def test_a_model_that_nodes_would_see_otherwise_is_refused_and_so_is_what_owners
 ) -> None:
     config, there = trained
     exported = export_run(there, there.parent / "adapted")
-    with pytest.raises(FedgraftError, match="prepared in another way"):
-        asked(load(None, [*SMALL, "data.image_size=24"]), exported, sites, monkeypatch)
-    with pytest.raises(FedgraftError, match="another architecture"):
-        asked(load(None, [*SMALL, "model.name=nano"]), exported, sites, monkeypatch)
-    with pytest.raises(FedgraftError, match="neither a run nor an exported model"):
-        question(config, there.parent, there)
+    with raises("E-DEPLOY-MODEL-PREPROCESSING"):
+        evaluated(load(None, [*SMALL, "data.image_size=24"]), exported, sites, monkeypatch)
+    with raises("E-DEPLOY-MODEL-ARCHITECTURE"):
+        evaluated(load(None, [*SMALL, "model.name=nano"]), exported, sites, monkeypatch)
+    with pytest.raises(FedgraftError):
+        plan_evaluation(config, there.parent, there)
     engine = machines(config, sites, monkeypatch, task="evaluate")
     allow(engine, 0, config)
     allow(engine, 1, config, ["evaluate"])
-    told = evaluate.measure(config, there, engine, str(there))
-    assert set(told["clients"]) == {"1", "2"} and "rule 'actions'" in told["refused"]["0"]
+    result = evaluate.evaluate_on_nodes(config, there, engine, str(there))
+    assert set(result["clients"]) == {"1", "2"} and refused_rule(result["refused"]["0"]) == "actions"
 
 
 def test_an_evaluation_needs_the_whole_fingerprint_and_of_a_private_run_the_owners_word(
@@ -288,15 +300,15 @@ def test_an_evaluation_needs_the_whole_fingerprint_and_of_a_private_run_the_owne
 ) -> None:
     config = load(None, SMALL)
     owner = safe_for(config, build_algorithm(config), ["evaluate"])
-    assert agreed(config, owner, "evaluate") and agreed(config, None, "evaluate")
-    with pytest.raises(Refused, match="not the config that was agreed to"):  # the same 64 bits, another config
-        agreed(config, replace(owner, config=config.digest + "0" * 48), "evaluate")
+    assert agreed_policies(config, owner, "evaluate") and agreed_policies(config, None, "evaluate")
+    with raises("E-REFUSED-CONFIG"):  # the same 64 bits, another config
+        agreed_policies(config, replace(owner, config=config.digest + "0" * 48), "evaluate")
     noise = ["privacy.dp.noise=1.0", "rounds.sampling=poisson", "algorithm.weighting=uniform", "model.head=random"]
     private = load(None, [*SMALL, *noise])
     for policy in (None, safe_for(private, build_algorithm(private))):
-        with pytest.raises(Refused, match="no noise covers an evaluation"):
-            agreed(private, policy, "evaluate")
-    assert agreed(private, safe_for(private, build_algorithm(private), ["evaluate"]), "evaluate")
+        with raises("E-REFUSED-ACTIONS"):
+            agreed_policies(private, policy, "evaluate")
+    assert agreed_policies(private, safe_for(private, build_algorithm(private), ["evaluate"]), "evaluate")
 
 
 @pytest.mark.slow
@@ -311,8 +323,8 @@ def test_a_site_that_only_evaluates_tests_the_model_and_nothing_is_made_from_it(
         with without_pictures():
             summary = run_deployed(config, engine.root / option, engine)
         models.append(tensors_of(engine.root / option)["vector"])
-        asked = {(line["action"]) for line in engine.log(2) if line.get("round", -1) >= 0 or line["kind"] != "facts"}
-        assert asked == ({"evaluate", "count"} if option == "evaluate_only" else set())
+        actions = {line["action"] for line in engine.log(2) if line.get("round", -1) >= 0 or line["kind"] != "facts"}
+        assert actions == ({"evaluate", "count"} if option == "evaluate_only" else set())
         assert set(summary["clients"]) == ({"0", "1", "2"} if option == "evaluate_only" else {"0", "1"})
         assert summary["test"]["count"] == (36 if option == "evaluate_only" else 24)
         shutil.rmtree(engine.root)  # new keys for another run

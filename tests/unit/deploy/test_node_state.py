@@ -1,4 +1,4 @@
-"""What a node keeps beside its key: a rollback resets nothing, a resumed server gets the same bytes, all is logged."""
+"""A node's permanent state: a rollback resets nothing, a resumed server gets the same bytes, all is logged."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.errors import raises
 from tests.support.hostile import as_plan
-from tests.support.machines import Machines
+from tests.support.machines import Machines, refused_rule
 from tests.support.tiny import without_pictures
 
 from fedgraft.client.policy import to_toml as policy_toml
@@ -21,9 +22,9 @@ from fedgraft.config.load import Config, load, to_toml
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request
 from fedgraft.deploy.deployed import run_deployed
-from fedgraft.deploy.keep import Keep
-from fedgraft.deploy.keys import announced_identity, identity_of, make_node_key, public_identity
-from fedgraft.deploy.node import Node
+from fedgraft.deploy.keys import announced_identity, make_node_key, node_identity, public_identity
+from fedgraft.deploy.node import NodeRun
+from fedgraft.deploy.node_state import FIRST_USE, NodeState
 from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.loop import run
 
@@ -61,9 +62,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def vector_of(folder: Path) -> torch.Tensor:
-    found = load_latest(folder / "checkpoints")
-    assert found is not None
-    return found.tensors["vector"]
+    checkpoint = load_latest(folder / "checkpoints")
+    assert checkpoint is not None
+    return checkpoint.tensors["vector"]
 
 
 @pytest.mark.slow
@@ -80,8 +81,7 @@ def test_nodes_with_ledgers_give_the_bytes_of_one_process_and_a_rollback_resets_
     lines = machines.log(1)
     assert not [line for line in lines if line["kind"] == "refused"]
     assert [line["action"] for line in lines].count("secure.masked") == 3  # statistics and two rounds
-    believed = [line["why"] for line in lines if line["kind"] == "believed"]
-    assert len(believed) == 2 and "of client 0 is believed at first use" in believed[0]  # once each
+    assert [line["peer"] for line in lines if line["kind"] == FIRST_USE] == [0, 2]  # once each
     assert all(line["protection"] == "hidden" for line in lines if line["kind"] == "response")
     assert (machines.home(1) / "ledger").stat().st_mode & 0o077 == 0
 
@@ -95,8 +95,8 @@ def test_nodes_with_ledgers_give_the_bytes_of_one_process_and_a_rollback_resets_
     for rule, (action, name) in requests.items():
         settings = {"sums": "train", "largest": 20, "lr": 0.01} if action == "secure.keys" else {"lr": 0.01}
         plan = as_plan(machines.nodes[1], name) if action == "secure.keys" else {}
-        told = machines.ask(1, machines.request(Request(name, 0, 1, action, auxiliary=plan, settings=settings), 0))
-        assert not told.response and told.error.startswith(f"refused by the rule '{rule}'"), told.error
+        answer = machines.ask(1, machines.request(Request(name, 0, 1, action, auxiliary=plan, settings=settings), 0))
+        assert not answer.response and refused_rule(answer.error) == rule, answer.error
     added = machines.log(1)[before:]
     assert [(line["kind"], line["bytes"]) for line in added] == [("refused", 0)] * 3
 
@@ -122,26 +122,26 @@ def test_a_config_that_the_owner_did_not_agree_to_gets_not_even_a_greeting(world
     (machines.home(0).parent / "policy.toml").write_text(policy_toml(policy))
     other = load(None, [*SMALL, "privacy.aggregation=clear"])
     answer = machines.ask(0, replace(machines.requests[0], config=to_toml(other)))
-    assert not answer.facts and not answer.response and answer.error.startswith("refused by the rule 'secure'")
+    assert not answer.facts and not answer.response and refused_rule(answer.error) == "secure"
     assert [(line["kind"], line["bytes"]) for line in machines.log(0)] == [("refused", 0)]
 
 
 @pytest.mark.parametrize("read", [True, False])
-def test_a_stricter_policy_holds_from_the_next_order_on(
+def test_a_stricter_policy_holds_from_the_next_request_on(
     read: bool, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner forbids training after the first round; a node that reads its rules once goes on."""
+    """The owner forbids training after the first round; a node that reads its policy only once continues."""
     config, machines = world("rounds.total=3", "model.head=random", "privacy.aggregation=clear")
     if not read:
-        monkeypatch.setattr(Node, "_obey", lambda self: None)
+        monkeypatch.setattr(NodeRun, "_refresh_policies", lambda self: None)
     deliver = machines.deliver
 
-    def told(request: Request) -> Any:
+    def forbid_training(request: Request) -> Any:
         if (request.client, request.round) == (0, 1):
             (machines.home(1).parent / "policy.toml").write_text('actions = ["count"]\n')
         return deliver(request)
 
-    monkeypatch.setattr(machines, "deliver", told)
+    monkeypatch.setattr(machines, "deliver", forbid_training)
     run_deployed(config, tmp_path / "there", machines)
     left = [(line["round"], line["bytes"] > 0) for line in machines.log(1) if line["action"] == "train"]
     assert left == [(0, True), (1, not read), (2, not read)]
@@ -159,20 +159,20 @@ HOSTILE: dict[str, Any] = {
 def test_an_opening_that_does_not_fit_is_refused_by_name_and_noted(name: str, world: Any) -> None:
     config, machines = world("model.head=random", "privacy.aggregation=clear")
     machines.gather()
-    (node,) = machines.nodes[1].nodes.values()
-    network = node.setup.task.network
-    source_for_data = torch.zeros(network.classes, network.width + 1)
-    told = {n: source_for_data if isinstance(t, str) else t for n, t in HOSTILE[name].items()}
-    machines.open(config.digest, told)
-    said = machines.deliver(Request(config.digest, 0, 1, "train", settings={"lr": 0.01}))[1]
-    assert isinstance(said, str) and said.startswith("refused by the rule 'request'"), said
+    (node_run,) = machines.nodes[1].runs.values()
+    network = node_run.setup.task.network
+    fitting = torch.zeros(network.classes, network.width + 1)
+    tensors = {n: fitting if isinstance(t, str) else t for n, t in HOSTILE[name].items()}
+    machines.open(config.digest, tensors)
+    _, reason = machines.deliver(Request(config.digest, 0, 1, "train", settings={"lr": 0.01}))
+    assert refused_rule(reason) == "request", reason
     assert machines.log(1)[-1]["kind"] == "refused" and machines.log(1)[-1]["bytes"] == 0
 
 
-def test_an_order_that_breaks_a_node_is_in_its_log(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_breaks_a_node_is_in_its_log(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config, machines = world()
     machines.gather()
-    monkeypatch.setattr(Node, "answer", lambda *parts: 1 / 0)
+    monkeypatch.setattr(NodeRun, "answer", lambda *parts: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         machines.deliver(Request(config.digest, 0, 1, "train"))
     assert machines.log(1)[-1]["why"] == "failed with ZeroDivisionError"
@@ -180,45 +180,51 @@ def test_an_order_that_breaks_a_node_is_in_its_log(world: Any, monkeypatch: pyte
 
 def test_a_key_stays_with_its_number_and_its_identity_follows_from_it(tmp_path: Path) -> None:
     private, public = make_node_key(tmp_path, "north")
-    keep = Keep(tmp_path / "north.home")
-    kept = keep.load(2)
-    keep.store(2, kept, {})
-    assert keep.load(2).keys() == kept.keys()
-    with pytest.raises(FedgraftError, match="has served as client 2"):
-        keep.load(1)
-    assert announced_identity(public) == ("north", public_identity(identity_of(private)))
-    (tmp_path / "north.home" / "ledger").write_bytes(b"nonsense")
-    with pytest.raises(FedgraftError, match="damaged"):
-        keep.load(2)
+    state = NodeState(tmp_path / "north.home")
+    permanent = state.load(2)
+    state.store(2, permanent, {})
+    assert state.load(2).keys() == permanent.keys()
+    with raises("E-DEPLOY-KEY-BOUND", client=1, bound_client=2):
+        state.load(1)
+    assert announced_identity(public) == ("north", public_identity(node_identity(private)))
+    state.ledger.write_bytes(b"nonsense")
+    with raises("E-DEPLOY-LEDGER-DAMAGED"):
+        state.load(2)
+
+
+def test_pinned_peers_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "peers.toml").write_text("[one]\nidentity = 'zz'\n")
+    with raises("E-DEPLOY-PEERS-DAMAGED"):
+        NodeState(tmp_path / "north.home").load(0)
 
 
 @pytest.mark.parametrize("file", ["audit", "ledger"])
 def test_what_a_full_disk_cannot_note_does_not_leave(
     file: str, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedgraft.deploy import audit, keep
+    from fedgraft.deploy import audit, node_state
 
     def full(*args: Any, **more: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     config, machines = world("model.head=random")
-    owner, name = (audit, "append") if file == "audit" else (keep, "write_atomic")
+    owner, name = (audit, "append_entry") if file == "audit" else (node_state, "write_atomic")
     monkeypatch.setattr(owner, name, full)
-    with pytest.raises(FedgraftError, match=r"\(No space left on device\), so nothing leaves it"):
+    with raises("E-DEPLOY-NODE-DISK", reason=os.strerror(errno.ENOSPC)):
         run_deployed(config, tmp_path / "there", machines)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_node_that_wants_pinned_peers_sums_with_no_other(pinned: bool, world: Any, tmp_path: Path) -> None:
-    """Its keys go out and nothing that depends on its images; without the rule the same peers are believed."""
+    """Its keys leave and nothing that depends on its images; without the rule peers are trusted on first use."""
     config, machines = world("rounds.total=1")
     (machines.home(1).parent / "policy.toml").write_text("pinned_peers = true\n" if pinned else "")
     if not pinned:
         run_deployed(config, tmp_path / "there", machines)
     else:
-        with pytest.raises(FedgraftError, match="aborted and nothing was revealed"):
+        with pytest.raises(FedgraftError):
             run_deployed(config, tmp_path / "there", machines)
         refused = [line for line in machines.log(1) if line["kind"] == "refused"]
-        assert refused and "is not among the registered clients" in refused[0]["why"] and refused[0]["bytes"] == 0
+        assert refused_rule(refused[0]["why"]) == "secure sum" and refused[0]["bytes"] == 0
     left = {line["action"] for line in machines.log(1) if line["kind"] == "response"}
     assert ("secure.masked" in left) == (not pinned)
