@@ -55,11 +55,11 @@ from fedgraft.privacy.secagg.secure_sum import (
     SecureClient,
     SecureServer,
     drive,
-    rounding,
+    mean_of_sum,
+    rounding_generator,
     weighted_input,
     weighted_segments,
 )
-from fedgraft.privacy.secagg.secure_sum import weighted_mean as weighted_mean_of
 from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.server.collect import ServerContext
 from fedgraft.server.round import run_round
@@ -162,7 +162,7 @@ def secure(clients: int, cohort: int, size: int) -> dict[str, float]:
     spent: dict[str, float] = {}
 
     def words(k: int) -> np.ndarray:
-        return plan.ring.encode(weighted_input(update, 0.5), rounding(0, plan, k))
+        return plan.ring.encode(weighted_input(update, 0.5), rounding_generator(0, plan, k))
 
     def ask(stage: str, outbox: Mapping[int, Any]) -> dict[int, Any]:
         began = time.perf_counter()
@@ -174,7 +174,7 @@ def secure(clients: int, cohort: int, size: int) -> dict[str, float]:
     began = time.perf_counter()
     result = drive(SecureServer(plan), ask)
     total = time.perf_counter() - began
-    mean, _, _ = weighted_mean_of(result)
+    mean, _, _ = mean_of_sum(result)
     assert torch.allclose(mean, update, atol=1e-5), "the sum is not that of the survivors"
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     stages = {f"clients: {stage}": seconds for stage, seconds in spent.items()}

@@ -184,7 +184,7 @@ def _score(dp: DifferentialPrivacy, there: bool, known: bool, draws: np.random.G
     for _ in range(ROUNDS):
         inside = there and (known or draws.random() < q)
         step = Step(federation, replace(state, clip=dp.clip), zoo.fedavg().server, 1.0)
-        new = dp.advance(step, [own] if inside else [], 0.0, int(inside))
+        new = dp.advance_from_updates(step, [own] if inside else [], 0.0)
         seen = float((new.vector - state.vector)[0]) * dp.mechanism.expected / (dp.mechanism.noise * dp.clip)
         ratio, state = seen * mu - mu * mu / 2, new
         total += ratio if known else math.log1p(q * math.expm1(ratio))

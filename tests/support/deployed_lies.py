@@ -25,7 +25,7 @@ from tests.support.lies import ANY
 from tests.support.lies import LIES as REPLIES
 from tests.support.tiny import Open
 
-from fedgraft.client.policy import to_toml
+from fedgraft.client.policy import policy_toml
 from fedgraft.core.messages import Request, Response, pack, unpack
 
 UNPROTECTED = {"a run without hiding", "a run without noise"}
@@ -66,7 +66,7 @@ class Stage:
         """A node without a past, under this policy."""
         (self.home / "ledger").unlink(missing_ok=True)
         self.engine.memory = {}
-        (self.home.parent / "policy.toml").write_text(to_toml(policy))
+        (self.home.parent / "policy.toml").write_text(policy_toml(policy))
 
     @property
     def run_fingerprint(self) -> str:

@@ -13,7 +13,7 @@ from tests.support.hostile import LIES
 from tests.support.tiny import Open, tiny
 
 from fedgraft.client.authorize import implied_policy
-from fedgraft.client.policy import Policy, count_request, in_words, parse, to_toml
+from fedgraft.client.policy import Policy, count_request, in_words, parse, policy_toml
 from fedgraft.config.agreement import broken_rules, implied_by, safe_for
 from fedgraft.config.build import build_algorithm
 from fedgraft.core.errors import FedgraftError, Refused
@@ -39,7 +39,7 @@ def safe(*overrides: str) -> Policy:
 def test_a_safe_policy_allows_its_own_config_and_survives_its_file(overrides: list[str]) -> None:
     made = safe(*overrides)
     assert not broken(made, *overrides)
-    assert parse(to_toml(made)) == made and len(in_words(made)) >= 8
+    assert parse(policy_toml(made)) == made and len(in_words(made)) >= 8
     assert "config" in broken(made, *overrides, "seed=5")
 
 

@@ -31,7 +31,7 @@ from fedgraft.deploy.deployed import config_of, load_own
 from fedgraft.deploy.keep import Keep
 from fedgraft.engines.flower.node_link import WorkerRequest
 from fedgraft.privacy.secagg.client import as_tensor
-from fedgraft.privacy.secagg.keys import Identity, agreement, context, derive_key, public_key, sign, verify
+from fedgraft.privacy.secagg.keys import Identity, agreement, context, derive_key, public_key, sign, verify_signature
 
 log = logging.getLogger("fedgraft")
 ACTION = "preflight"
@@ -105,7 +105,7 @@ def _peers(keys: str, config: Config, client: int, identity: Identity) -> dict[i
             continue
         public, known, signed = key[:32], key[32:64], key[64:]
         identity.recognise(k, known)
-        if not verify(known, signed, context(ACTION, config.digest, k, public.hex())):
+        if not verify_signature(known, signed, context(ACTION, config.digest, k, public.hex())):
             raise Refused(f"the key of client {k} is not signed by it", "pinned_peers")
         found[k] = public
     return found

@@ -43,7 +43,7 @@ from fedgraft.engines.flower.client import StateSlots, client_app
 from fedgraft.engines.flower.registry import NodeRegistry
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
 from fedgraft.server.example_counts import ExampleCounts
-from fedgraft.server.expected import evaluation, replies_to
+from fedgraft.server.expected import expected_evaluation, valid_responses
 
 LOCAL = LocalTraining(steps=2, batch_size=8, optimizer=sgdm(0.0))
 
@@ -408,7 +408,10 @@ def test_oversized_and_malformed_replies_are_dropped_before_they_are_parsed() ->
     reasons = {o.client: o.reason for o in toy.summary.rejections}
     assert "over the limit" in reasons[0] and "shorter than its header says" in reasons[4]
     requests = [Request("toy", 1, 0, "evaluate", toy.space.digest, toy.state.vector, {}, {"lr": 0.1})]
-    assert replies_to(engine.exchange, requests, evaluation(requests, ExampleCounts(), finetuned=False)) == []
+    assert (
+        valid_responses(engine.exchange, requests, expected_evaluation(requests, ExampleCounts(), finetuned=False))
+        == []
+    )
 
 
 def test_an_answer_to_another_order_or_with_another_step_is_refused() -> None:

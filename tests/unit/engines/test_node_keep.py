@@ -14,7 +14,7 @@ from tests.support.hostile import as_plan
 from tests.support.machines import Machines
 from tests.support.tiny import without_pictures
 
-from fedgraft.client.policy import to_toml as policy_toml
+from fedgraft.client.policy import policy_toml
 from fedgraft.config.agreement import safe_for
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load, to_toml

@@ -24,7 +24,7 @@ from fedgraft.privacy.dp import (
     bound_key,
     check_combination,
     clip,
-    gaussian,
+    gaussian_noise,
     secret_key,
     sensitivity,
     simulation_key,
@@ -131,19 +131,23 @@ def test_the_rounding_of_a_secure_sum_stays_within_the_stated_sensitivity() -> N
 
 def test_noise_is_standard_normal_and_follows_its_key() -> None:
     before = torch.random.get_rng_state()
-    draws = gaussian(200_000, KEY, "sum", 1)
+    draws = gaussian_noise(200_000, KEY, "sum", 1)
     assert float(draws.std()) == pytest.approx(1.0, rel=0.01)
     assert abs(float(draws.mean())) < 5 / 200_000**0.5
     assert stats.kstest(draws.numpy()[:50_000], "norm").pvalue > 1e-4
     assert stats.kstest(draws.numpy()[:50_000] * 1.02, "norm").pvalue < 1e-3 or float(draws.std()) < 1.01
-    assert torch.equal(draws[:0], gaussian(0, KEY, "sum", 1))
-    assert torch.equal(draws, gaussian(200_000, KEY, "sum", 1))
-    for other in (gaussian(1000, KEY, "sum", 2), gaussian(1000, KEY, "clip", 1), gaussian(1000, KEY[::-1], "sum", 1)):
+    assert torch.equal(draws[:0], gaussian_noise(0, KEY, "sum", 1))
+    assert torch.equal(draws, gaussian_noise(200_000, KEY, "sum", 1))
+    for other in (
+        gaussian_noise(1000, KEY, "sum", 2),
+        gaussian_noise(1000, KEY, "clip", 1),
+        gaussian_noise(1000, KEY[::-1], "sum", 1),
+    ):
         assert abs(float(np.corrcoef(other, draws[:1000])[0, 1])) < 0.2
     assert torch.equal(before, torch.random.get_rng_state())
     assert secret_key() != secret_key() and simulation_key(1) == simulation_key(1) != simulation_key(2)
     with pytest.raises(FedgraftError, match="32 bytes"):
-        gaussian(1, b"short", "sum", 1)
+        gaussian_noise(1, b"short", "sum", 1)
 
 
 @pytest.mark.parametrize("answered", [0, 3, 10])

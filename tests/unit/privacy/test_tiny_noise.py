@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scipy.stats import binom, norm
@@ -33,14 +34,13 @@ def library() -> None:
 def forbid_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an account fail that composes distributions of privacy loss: tiny noise takes it minutes or all memory."""
 
-    def refuse(make: object, probability: float, noise: float, rounds: int, delta: float) -> float:
-        library = accounting._library()
-        account = make(library)  # type: ignore[operator]
-        assert not isinstance(account, library.PLD), f"PLD at noise {noise}"
-        account.compose(library.Composed(library.Poisson(probability, library.Gaussian(noise)), rounds))
-        return float(account.get_epsilon(delta))
+    compose = accounting._composed_epsilon
 
-    monkeypatch.setattr(accounting, "_spent", refuse)
+    def refuse(library: Any, accountant: object, probability: float, noise: float, rounds: int, delta: float) -> float:
+        assert not isinstance(accountant, library.PLD), f"PLD at noise {noise}"
+        return compose(library, accountant, probability, noise, rounds, delta)
+
+    monkeypatch.setattr(accounting, "_composed_epsilon", refuse)
 
 
 def least_true_epsilon(probability: float, noise: float, rounds: int, delta: float) -> float:

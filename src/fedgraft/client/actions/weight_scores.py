@@ -148,7 +148,12 @@ def own_mask(
     """Calibrate a mask on the client's own examples; only its bits leave."""
     trainable = algorithm.trainable
     if not isinstance(trainable, ChoosesMask):
-        raise FedgraftError(f"client {request.client} was asked for a mask, and {trainable.kind} has none")
+        raise FedgraftError(
+            "E-CLIENT-NO-MASK",
+            f"client {request.client} was asked for a mask, and {trainable.kind} has none",
+            client=request.client,
+            kind=trainable.kind,
+        )
     network = context.network
     all_weights = select(network, lambda name: True, buffers=False)
     before = all_weights.gather(network)
