@@ -123,7 +123,9 @@ def _number(mark: str, parts: Mapping[str, Part], verdicts: Mapping[str, Verdict
     if name in verdicts:
         v, sign = verdicts[name], -1 if turned else 1
         if v.value is None:
-            raise FedgraftError(f"an answer names {name}, which has no number.")
+            raise FedgraftError(
+                "E-REPRODUCTION-ANSWER-NUMBER", f"an answer names {name}, which has no number", name=name
+            )
         if v.low is None or v.high is None:
             return f"{sign * v.value:.1f}"
         low, high = sorted((sign * v.low, sign * v.high))
@@ -132,7 +134,11 @@ def _number(mark: str, parts: Mapping[str, Part], verdicts: Mapping[str, Verdict
     cell, _, measure = rest.partition(":")
     known = numbers(parts[part].series(cell, measure or parts[part].preset.measure)) if part in parts else []
     if not known:
-        raise FedgraftError(f"an answer names {mark!r}, and there is no such endpoint or cell with numbers.")
+        raise FedgraftError(
+            "E-REPRODUCTION-ANSWER-MARK",
+            f"an answer names {mark!r}, and there is no such endpoint or cell with numbers",
+            mark=mark,
+        )
     mean = sum(known) / len(known)
     return f"{mean:.1f}" if abs(mean) < 100 else f"{mean:,.0f}"
 

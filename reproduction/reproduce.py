@@ -238,7 +238,11 @@ def _rates(work: Work, cell: Cell) -> list[float]:
     level = level_of(work.preset, cell, tuning.axis) if tuning.axis else "*"
     rates = tuning.rates.get(level) or tuning.rates.get("*", [])
     if not rates:
-        raise FedgraftError(f"the preset {work.name} tunes {level!r} and names no rates for it.")
+        raise FedgraftError(
+            "E-REPRODUCTION-RATES",
+            f"the preset {work.name} tunes {level!r} and names no rates for it",
+            preset=work.name,
+        )
     return rates[:1] if work.scale == "tiny" else rates
 
 

@@ -108,15 +108,18 @@ def check(config: Config) -> None:
     from fedgraft.config.build import build_network, device_named
     from fedgraft.config.federate import open_data
 
+    needed = "device"
     hint = "the scale paper is for a GPU"
     try:
         device_named(config.device)
+        needed = "data"
         hint = "--data says where it is"
         data = open_data(config)
+        needed = "model"
         hint = "--model gives its folder"
         build_network(config, data)
     except FedgraftError as error:
-        raise FedgraftError(f"{error} ({hint})") from error
+        raise FedgraftError("E-REPRODUCTION-RUN", f"{error} ({hint})", needed=needed, cause=error.code) from error
 
 
 def measure_of(folder: Path, measure: str, target: float | None = None) -> float | None:

@@ -181,5 +181,10 @@ _ADJUST: dict[str, Adjust] = {"matched": matched}
 def named(name: str) -> Adjust:
     """A study that changes cells, by its name."""
     if name not in _ADJUST:
-        raise FedgraftError(f"there is no study {name!r}; there are: {', '.join([*_ADJUST, *WHOLE])}.")
+        raise FedgraftError(
+            "E-REPRODUCTION-STUDY",
+            f"there is no study {name!r}",
+            f"there are: {', '.join([*_ADJUST, *WHOLE])}",
+            study=name,
+        )
     return _ADJUST[name]

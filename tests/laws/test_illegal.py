@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.errors import raises
 
 from fedgraft import algorithms as zoo
 from fedgraft.aggregate.codecs import codec
@@ -211,7 +212,7 @@ def test_advice_that_does_not_work_would_be_noticed(monkeypatch: pytest.MonkeyPa
         plain(self, *args, **{**kwargs, "instead": "algorithm.align='client'"})
 
     monkeypatch.setattr(Weighting, "__init__", stubborn)
-    with pytest.raises(FedgraftError, match="no option 'align'"):
+    with raises("E-CORE-UNKNOWN-OPTION", option="align"):
         test_advice_under_secure_aggregation_works("fedawa")
 
 

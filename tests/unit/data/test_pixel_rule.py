@@ -275,12 +275,12 @@ def test_limits_are_limits(tmp_path: Path) -> None:
     image = Image.fromarray(noise(10, 11).astype(np.uint8))
     assert decode(image, max_pixels=110).size == (11, 10)
     for source in (image, np.asarray(image)):
-        with pytest.raises(Unreadable, match="11 x 10 pixels"):
+        with raises("E-DATA-UNREADABLE"):
             decode(source, max_pixels=109)
-    with pytest.raises(Unreadable, match="bytes"):
+    with raises("E-DATA-UNREADABLE"):
         decode(bytes(8 * 100 + 1), max_pixels=100)
     for rule in (PixelRule(224), PixelRule(224, "squash")):  # small, but would grow on the way beyond all bounds
-        with pytest.raises(Unreadable, match="unequal"):
+        with raises("E-DATA-UNREADABLE"):
             rule.fit(Image.new("RGB", (1, MAX_PIXELS // 500)))
     assert PixelRule(8).fit(Image.new("RGB", (1, 500))).shape == (8, 8, 3)
 
@@ -297,11 +297,11 @@ def test_files_that_are_no_images(tmp_path: Path, odd: dict[str, Path]) -> None:
         cases[f"cut_{name}"] = whole[: len(whole) // 2]
     for name, data in cases.items():
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(Unreadable, match=name.replace(".", r"\.")) as caught:
+        with raises("E-DATA-UNREADABLE") as caught:
             decode(tmp_path / name)
         assert str(caught.value).count("\n") == 0
     for missing in (tmp_path, tmp_path / "missing.png"):
-        with pytest.raises(Unreadable, match="no such file"):
+        with raises("E-DATA-UNREADABLE"):
             decode(missing)
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import fedgraft as fg
 from fedgraft.client.context import seed_random_layers
-from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
 from fedgraft.edit.lora import adapter_layers, attach, detach, initial_a, merge, target_layers
@@ -247,20 +246,20 @@ def test_the_size_of_a_known_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("update", "message"),
+    ("update", "code"),
     [
-        ({"rank": 0}, "rank >= 1"),
-        ({"alpha": 0.0}, "alpha > 0"),
-        ({"alpha": float("nan")}, "alpha > 0"),
-        ({"dropout": 1.0}, "dropout < 1"),
-        ({"targets": ["q", "zz"]}, "'zz' matches no linear layer"),
-        ({"targets": ["head"]}, "'head' matches no linear layer"),
-        ({"targets": []}, "no targets"),
+        ({"rank": 0}, "E-EDIT-LORA-OPTIONS"),
+        ({"alpha": 0.0}, "E-EDIT-LORA-OPTIONS"),
+        ({"alpha": float("nan")}, "E-EDIT-LORA-OPTIONS"),
+        ({"dropout": 1.0}, "E-EDIT-LORA-OPTIONS"),
+        ({"targets": ["q", "zz"]}, "E-EDIT-LORA-TARGET"),
+        ({"targets": ["head"]}, "E-EDIT-LORA-TARGET"),
+        ({"targets": []}, "E-EDIT-LORA-NO-TARGET"),
     ],
 )
-def test_bad_requests_are_refused_in_a_sentence(network: Any, update: dict[str, Any], message: str) -> None:
+def test_bad_requests_are_refused_in_a_sentence(network: Any, update: dict[str, Any], code: str) -> None:
     plain = bits(network)
-    with pytest.raises(FedgraftError, match=message):
+    with raises(code):
         attach(network, **{"rank": 2, "alpha": 4.0, "targets": ["q"], "seed": 0, **update})
     assert bits(network) == plain
 

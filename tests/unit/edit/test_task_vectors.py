@@ -382,8 +382,9 @@ def test_the_digest_is_what_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cut_files_and_other_files_are_refused(cut: int, tmp_path: Path) -> None:
     path = tmp_path / "cut.edit"
     path.write_bytes(task_file.dumps(random_edit(network(), 1))[:cut])
-    with pytest.raises(FedgraftError, match=r"cut\.edit"):
+    with pytest.raises(FedgraftError) as caught:
         task_file.load(path)
+    assert caught.value.code in ("E-EDIT-FILE-DAMAGED", "E-EDIT-FILE-FOREIGN")
     with raises("E-EDIT-FILE-READ"):
         task_file.load(tmp_path / "absent.edit")
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy.stats import beta, norm
+from tests.support.errors import raises
 
 from fedgraft.config.build import build_algorithm, private_delta
 from fedgraft.config.load import load
@@ -37,7 +38,7 @@ def test_cohorts_from_a_secret_cannot_be_predicted_and_those_of_the_seed_can() -
 
 def test_the_default_delta_suits_few_clients_and_one_over_a_tenth_of_a_client_is_refused() -> None:
     assert private_delta(load(None, PRIVATE)) == 1e-5
-    with pytest.raises(FedgraftError, match="over 1/200: with chance delta the promise fails"):
+    with raises("E-PRIVACY-DELTA"):
         build_algorithm(load(None, [*PRIVATE, "privacy.dp.delta=0.006"]))
     build_algorithm(load(None, [*PRIVATE, "privacy.dp.delta=0.005"]))
 
