@@ -15,11 +15,11 @@ from typing import Any
 
 from fedgraft.config.load import Config, from_folder
 from fedgraft.consortium.attacked import OUTCOME
-from fedgraft.consortium.sweep import finished_summary, run_many, vary
+from fedgraft.consortium.sweep import finished_summary, run_many, vary_config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.runs.folder import RunFolder
 
-__all__ = ["FinishedRuns", "Wanted", "carry_out", "check", "curve", "finished_attacks", "measure_of", "vary"]
+__all__ = ["FinishedRuns", "Wanted", "carry_out", "check", "curve", "finished_attacks", "measure_of", "vary_config"]
 
 Report = Callable[[str], None]
 Wanted = Mapping[str, tuple[Config, bool]]

@@ -16,7 +16,7 @@ from fedgraft.core.messages import Request
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import Bound
-from fedgraft.local.features import features, hidden
+from fedgraft.local.features import feature_batches, hidden
 from fedgraft.local.self_weight import learn_self_weight, split_aside
 from fedgraft.privacy.dp import bound_key, gaussian_noise, simulation_key
 
@@ -85,7 +85,7 @@ def _probe_representation(
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Return pooled features of the shared probe, after training."""
     probe = _probe(context)
-    batches = features(context.network, probe, torch.arange(len(probe)), size=256)
+    batches = feature_batches(context.network, probe, torch.arange(len(probe)), size=256)
     pooled = torch.cat([batch for _, batch in batches])
     return {}, {"probe_representation": _with_noise(pooled, wanted, request, context)}
 

@@ -339,11 +339,14 @@ def test_without_a_deadline_a_node_that_never_answers_does_not_hold_up_the_run(
 
 
 def test_what_a_node_says_begins_no_line_and_moves_no_cursor() -> None:
-    from fedgraft.engines.flower.wire import names, text
+    from fedgraft.engines.flower.wire import name_list, text_setting
 
     said = "broken\n2026-11-17 round 3: client 0 dropped \x1b[2J\x1b[31m"
-    assert text({"error": said}, "error").isprintable() and len(text({"error": "x" * 9999}, "error")) == 500
-    assert names({"classes": ["a\x1b[2J", "b"]}, "classes") == ("a [2J", "b")
+    assert (
+        text_setting({"error": said}, "error").isprintable()
+        and len(text_setting({"error": "x" * 9999}, "error")) == 500
+    )
+    assert name_list({"classes": ["a\x1b[2J", "b"]}, "classes") == ("a [2J", "b")
 
 
 def test_a_node_with_a_key_simulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -687,7 +690,7 @@ def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeyp
         server(grid, Context(1, 0, {}, RecordDict(), {}))
 
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(flower_wire, "simulate", play)
+    monkeypatch.setattr(flower_wire, "run_flower_simulation", play)
     pretend_ray(monkeypatch, True)
     overrides = [
         "model.name=tiny",
@@ -721,7 +724,7 @@ def test_a_simulation_that_breaks_down_is_one_sentence(tmp_path: Path, monkeypat
             raise RuntimeError("Simulation crashed.") from error
 
     pretend_ray(monkeypatch, True)
-    monkeypatch.setattr(flower_wire, "simulate", broken)
+    monkeypatch.setattr(flower_wire, "run_flower_simulation", broken)
     with pytest.raises(FedgraftError, match=r"broke down: the node timed out during startup$"):
         flower_apps.simulate(load(None, ["engine=flower-sim", "model.name=tiny"]), tmp_path / "run")
 
