@@ -46,7 +46,7 @@ from fedgraft.data.examples import PrecomputedExamples
 from fedgraft.edit import dense
 from fedgraft.engines.batched import Batched
 from fedgraft.local.optimizers import sgdm
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.local.train import LocalTraining
 from fedgraft.models.backbones import load_network
 from fedgraft.privacy.secagg.keys import Identity
@@ -55,11 +55,11 @@ from fedgraft.privacy.secagg.secure_sum import (
     SecureClient,
     SecureServer,
     drive,
-    rounding,
+    mean_of_sum,
+    rounding_generator,
     weighted_input,
     weighted_segments,
 )
-from fedgraft.privacy.secagg.secure_sum import weighted_mean as weighted_mean_of
 from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.server.collect import ServerContext
 from fedgraft.server.round import run_round
@@ -79,7 +79,7 @@ def head(clients: int, cohort: int, width: int, rounds: int = 3) -> dict[str, fl
     algorithm = fedavg(local=LocalTraining(steps=4, batch_size=50), trainable=dense.head())
     space = select(network, lambda name: name.startswith("head."))
     context = ClientContext(network, space, examples, lambda k: torch.arange(50) + 50 * (k % (POOL // 50)), 0)
-    federation = Federation("scale", 0, clients, cohort, rounds, constant(0.05))
+    federation = Federation("scale", 0, clients, cohort, rounds, constant_rate(0.05))
     server_context = ServerContext(space.digest, space.size, space.trained, network.width, network.classes)
     state, engine, seconds = start(algorithm, space.gather(network), space.trained), Batched(algorithm, context), []
     for _ in range(rounds):
@@ -162,7 +162,7 @@ def secure(clients: int, cohort: int, size: int) -> dict[str, float]:
     spent: dict[str, float] = {}
 
     def words(k: int) -> np.ndarray:
-        return plan.ring.encode(weighted_input(update, 0.5), rounding(0, plan, k))
+        return plan.ring.encode(weighted_input(update, 0.5), rounding_generator(0, plan, k))
 
     def ask(stage: str, outbox: Mapping[int, Any]) -> dict[int, Any]:
         began = time.perf_counter()
@@ -174,7 +174,7 @@ def secure(clients: int, cohort: int, size: int) -> dict[str, float]:
     began = time.perf_counter()
     result = drive(SecureServer(plan), ask)
     total = time.perf_counter() - began
-    mean, _, _ = weighted_mean_of(result)
+    mean, _, _ = mean_of_sum(result)
     assert torch.allclose(mean, update, atol=1e-5), "the sum is not that of the survivors"
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     stages = {f"clients: {stage}": seconds for stage, seconds in spent.items()}

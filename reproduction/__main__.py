@@ -36,7 +36,9 @@ def reproduce(
     from reproduction.preset import SCALES
 
     if scale not in SCALES:
-        raise FedgraftError(f"there is no scale {scale!r}; there are {', '.join(SCALES)}.")
+        raise FedgraftError(
+            "E-REPRODUCTION-SCALE", f"there is no scale {scale!r}", f"there are {', '.join(SCALES)}", scale=scale
+        )
     from fedgraft.report.compare import figure_formats
 
     kinds = figure_formats(formats)
@@ -44,7 +46,9 @@ def reproduce(
         _list(scale)
         return
     if not (name or answers):
-        raise FedgraftError("name an experiment, or give --list or --answers.")
+        raise FedgraftError(
+            "E-REPRODUCTION-NAME", "no experiment is named", "name an experiment, or give --list or --answers"
+        )
     # Digits must not take the place of real results, nor a laptop's those of a GPU.
     out = out or Path("docs/results") / ("" if scale == "laptop" else scale)
     places = {word: place for word, place in (("DATA", data), ("MODEL", model)) if place}
@@ -88,9 +92,16 @@ def _one(
         return write(carry_out(work(name, load_preset(name))), folders[1], formats)
     parts = load_question(name).parts
     if part is not None and part not in parts:
-        raise FedgraftError(f"{name} has no part {part!r}; it has {', '.join(parts)}.")
+        raise FedgraftError(
+            "E-REPRODUCTION-PART", f"{name} has no part {part!r}", f"it has {', '.join(parts)}", part=part
+        )
     if scale == "laptop" and given[1] is None:
-        raise FedgraftError(f"{name} needs a pretrained network: say where its folder is (MODEL=folder, or --model).")
+        raise FedgraftError(
+            "E-REPRODUCTION-MODEL",
+            f"{name} needs a pretrained network",
+            "say where its folder is (MODEL=folder, or --model)",
+            name=name,
+        )
     done = {}
     for label, preset in parts.items():  # other parts than the wanted one stay on the page as far as they came
         only = read or part not in (None, label)
@@ -105,7 +116,12 @@ def _answers(out: Path) -> None:
     from reproduction.answers_page import answers_html, answers_page, claims_page, results
 
     if not any(out.glob("q*/numbers.json")):
-        raise FedgraftError(f"{out} has no numbers (q1/numbers.json ...); --out says where they are and pages go.")
+        raise FedgraftError(
+            "E-REPRODUCTION-NO-NUMBERS",
+            f"{out} has no numbers (q1/numbers.json ...)",
+            "--out says where they are and pages go",
+            folder=str(out),
+        )
     typer.echo("judging every endpoint and claim, drawing six figures")
     found = results(out)
     for file, text in (("answers.md", answers_page(found)), ("claims.md", claims_page(found))):

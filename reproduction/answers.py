@@ -86,7 +86,12 @@ def read(out: Path) -> dict[str, dict[str, Part]]:
         try:
             kept = json.loads(path.read_text("utf-8")) if path.is_file() else {}
         except ValueError:
-            raise FedgraftError(f"{path} is damaged; run `make reproduce NAME={name}` again.") from None
+            raise FedgraftError(
+                "E-REPRODUCTION-DAMAGED",
+                f"{path} is damaged",
+                f"run `make reproduce NAME={name}` again",
+                file=str(path),
+            ) from None
         parts = load_question(name).parts
         found[name] = {part: Part(preset, kept.get(part, {})) for part, preset in parts.items()}
     return found

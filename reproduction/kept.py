@@ -115,7 +115,11 @@ def _read(file: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(io.BytesIO(lzma.decompress(file.read_bytes()))) as archive:
         names = archive.namelist()
         if wrong := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
-            raise FedgraftError(f"{file} names {wrong[0]!r}, which is outside of it; it is not a file of kept runs.")
+            raise FedgraftError(
+                "E-REPRODUCTION-ARCHIVE",
+                f"{file} names {wrong[0]!r}, which is outside of it; it is not a file of kept runs",
+                name=wrong[0],
+            )
         return {name: archive.read(name) for name in names}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedgraft.config.load import to_toml
 from fedgraft.core.files import write_text
-from fedgraft.metrics.statistics import bytes_to, latex, summarise, table
+from fedgraft.metrics.statistics import bytes_to, latex, markdown_table, summarise
 from fedgraft.report.html import rows_csv
 from fedgraft.runs.folder import RunFolder
 from reproduction import claims, rounds
@@ -229,7 +229,7 @@ def _settings(found: Found) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    return table(list(rows[0]), [list(row.values()) for row in rows])
+    return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _markdown(

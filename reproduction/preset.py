@@ -211,7 +211,12 @@ def load_preset(name: str) -> Preset:
     """A preset by its name."""
     if name not in names():
         close = difflib.get_close_matches(name, [file.stem for file in PRESETS.glob("*.toml")], n=1, cutoff=0.0)
-        raise FedgraftError(f"there is no experiment {name!r}; the nearest is {close[0]!r} (see: --list).")
+        raise FedgraftError(
+            "E-REPRODUCTION-EXPERIMENT",
+            f"there is no experiment {name!r}",
+            f"the nearest is {close[0]!r} (see: --list)",
+            nearest=close[0],
+        )
     return parse((PRESETS / f"{name}.toml").read_text("utf-8"), name)
 
 
@@ -228,11 +233,15 @@ def checked(kind: type[Kind], text: str, name: str) -> Kind:
     try:
         return kind.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise FedgraftError(f"the preset {name} is not valid TOML: {error}.") from None
+        raise FedgraftError(
+            "E-REPRODUCTION-PRESET-TOML", f"the preset {name} is not valid TOML: {error}", preset=name
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "as a whole"
-        raise FedgraftError(f"the preset {name} is wrong at {where}: {first['msg']}.") from None
+        raise FedgraftError(
+            "E-REPRODUCTION-PRESET", f"the preset {name} is wrong at {where}: {first['msg']}", preset=name, where=where
+        ) from None
 
 
 def source(preset: Preset, data: str | None) -> dict[str, Any]:
@@ -305,7 +314,7 @@ def _check(table: dict[str, Any], where: str) -> None:
     try:
         validate(table)
     except FedgraftError as error:
-        raise FedgraftError(f"{where}: {error}") from None
+        raise FedgraftError("E-REPRODUCTION-PRESET-CONFIG", f"{where}: {error}", cause=error.code) from None
 
 
 def level_of(preset: Preset, cell: Cell, axis: str) -> str:

@@ -125,7 +125,12 @@ def load_question(name: str) -> Question:
     """A question by its name, every cell of every scale checked."""
     if name not in QUESTIONS:
         close = difflib.get_close_matches(name, QUESTIONS, n=1, cutoff=0.0)
-        raise FedgraftError(f"there is no question {name!r}; the nearest is {close[0]!r}.")
+        raise FedgraftError(
+            "E-REPRODUCTION-QUESTION",
+            f"there is no question {name!r}",
+            f"the nearest is {close[0]!r}",
+            nearest=close[0],
+        )
     question = checked(Question, (PRESETS / f"{name}.toml").read_text("utf-8"), name)
     for part, preset in question.parts.items():
         for scale in SCALES:
@@ -143,7 +148,7 @@ def document_claims() -> list[DocumentClaim]:
             try:
                 check_cells(load_question(name), claim.id, part, [claim.left, claim.right, *claim.minus])
             except ValueError as error:
-                raise FedgraftError(f"claims.toml: {error}.") from None
+                raise FedgraftError("E-REPRODUCTION-CLAIMS", f"claims.toml: {error}") from None
     return found
 
 

@@ -12,7 +12,7 @@ from fedgraft.config.load import Config
 from fedgraft.consortium.lr_finder import widen
 from fedgraft.core.errors import FedgraftError
 from reproduction.preset import Cell, Preset, cells, level_of
-from reproduction.runs import FinishedRuns, Report, Wanted, curve, measure_of, vary
+from reproduction.runs import FinishedRuns, Report, Wanted, curve, measure_of, vary_config
 from reproduction.runs import carry_out as carry_out_runs
 from reproduction.statistics import Series
 
@@ -161,7 +161,7 @@ def reproduce(work: Work) -> Found:
 
 def with_rate(config: Config, rate: float | None) -> Config:
     """The config at this learning rate; None leaves it."""
-    return config if rate is None else vary(config, local__lr=rate)
+    return config if rate is None else vary_config(config, local__lr=rate)
 
 
 def tune(work: Work, every: Sequence[Cell]) -> tuple[dict[str, float], list[str]]:
@@ -238,7 +238,11 @@ def _rates(work: Work, cell: Cell) -> list[float]:
     level = level_of(work.preset, cell, tuning.axis) if tuning.axis else "*"
     rates = tuning.rates.get(level) or tuning.rates.get("*", [])
     if not rates:
-        raise FedgraftError(f"the preset {work.name} tunes {level!r} and names no rates for it.")
+        raise FedgraftError(
+            "E-REPRODUCTION-RATES",
+            f"the preset {work.name} tunes {level!r} and names no rates for it",
+            preset=work.name,
+        )
     return rates[:1] if work.scale == "tiny" else rates
 
 
@@ -249,7 +253,7 @@ def _short(cell: Cell, seed: int, rate: float, share: float) -> Config:
     if cell.central:
         key, whole = "centralized__epochs", config.centralized.epochs
     length = whole if share == 1 else max(min(3, whole), int(whole * share))
-    return vary(config, local__lr=rate, rounds={"evaluate_every": 0, "test": False}, **{key: length})
+    return vary_config(config, local__lr=rate, rounds={"evaluate_every": 0, "test": False}, **{key: length})
 
 
 def estimate(work: Work, every: Sequence[Cell], wanted: Wanted, known: FinishedRuns) -> str:

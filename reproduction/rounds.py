@@ -69,7 +69,7 @@ class Rounds:
 def rounds_to(curves: Mapping[int, Curve], target: float) -> Rounds:
     """Rounds to the target of one arm: curves by seed."""
     if not curves:
-        raise FedgraftError("an arm without runs has no rounds to a target")
+        raise FedgraftError("E-REPRODUCTION-NO-RUNS", "an arm without runs has no rounds to a target")
     runs = {seed: _reached(curve, target, seed) for seed, curve in curves.items()}
     return Rounds(target, runs, min(r.last for r in runs.values()))
 
@@ -90,7 +90,11 @@ def compare_rounds(left: Rounds, right: Rounds, ratio: bool = False) -> Effect |
 def _reached(curve: Curve, target: float, seed: int) -> Reached:
     rounds = sorted(curve)
     if not rounds or rounds[0] != 0:
-        raise FedgraftError(f"the curve of seed {seed} lacks round 0; without the start nothing is known of a rise")
+        raise FedgraftError(
+            "E-REPRODUCTION-NO-START",
+            f"the curve of seed {seed} lacks round 0; without the start nothing is known of a rise",
+            seed=seed,
+        )
     by = next((i for i, r in enumerate(rounds) if curve[r] >= target), None)
     if by is None:
         return Reached(rounds[-1], None, rounds[-1])

@@ -15,11 +15,11 @@ from typing import Any
 
 from fedgraft.config.load import Config, from_folder
 from fedgraft.consortium.attacked import OUTCOME
-from fedgraft.consortium.sweep import finished_summary, run_many, vary
+from fedgraft.consortium.sweep import finished_summary, run_many, vary_config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.runs.folder import RunFolder
 
-__all__ = ["FinishedRuns", "Wanted", "carry_out", "check", "curve", "finished_attacks", "measure_of", "vary"]
+__all__ = ["FinishedRuns", "Wanted", "carry_out", "check", "curve", "finished_attacks", "measure_of", "vary_config"]
 
 Report = Callable[[str], None]
 Wanted = Mapping[str, tuple[Config, bool]]
@@ -108,15 +108,18 @@ def check(config: Config) -> None:
     from fedgraft.config.build import build_network, device_named
     from fedgraft.config.federate import open_data
 
+    needed = "device"
     hint = "the scale paper is for a GPU"
     try:
         device_named(config.device)
+        needed = "data"
         hint = "--data says where it is"
         data = open_data(config)
+        needed = "model"
         hint = "--model gives its folder"
         build_network(config, data)
     except FedgraftError as error:
-        raise FedgraftError(f"{error} ({hint})") from error
+        raise FedgraftError("E-REPRODUCTION-RUN", f"{error} ({hint})", needed=needed, cause=error.code) from error
 
 
 def measure_of(folder: Path, measure: str, target: float | None = None) -> float | None:

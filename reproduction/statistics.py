@@ -66,7 +66,12 @@ class Effect:
     @property
     def _error(self) -> float:
         if self.error is None or self.error <= 0:
-            raise FedgraftError(f"an effect over {self.n} seeds without spread has no interval; run more seeds")
+            raise FedgraftError(
+                "E-REPRODUCTION-NO-SPREAD",
+                f"an effect over {self.n} seeds without spread has no interval",
+                "run more seeds",
+                seeds=self.n,
+            )
         return self.error
 
     def __str__(self) -> str:
@@ -129,7 +134,12 @@ def bca(values: Sequence[float], alpha: float = ALPHA, seed: int = 0) -> tuple[f
 
     n = len(values)
     if n < _LEAST_BCA or len(set(values)) == 1:
-        raise FedgraftError(f"a BCa interval needs {_LEAST_BCA} numbers that vary, not these {n}; use Student's")
+        raise FedgraftError(
+            "E-REPRODUCTION-BCA",
+            f"a BCa interval needs {_LEAST_BCA} numbers that vary, not these {n}",
+            "use Student's",
+            numbers=n,
+        )
     level, stream = bca_level(n, alpha), numpy_stream(seed, "bca")
     found = bootstrap((values,), np.mean, confidence_level=level, n_resamples=9999, method="BCa", rng=stream)
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
@@ -148,7 +158,11 @@ def power(effect: float, spread: float, n: int, pairs: bool = True, alpha: float
     from scipy.special import nctdtr, stdtrit
 
     if n < 2 or spread <= 0:
-        raise FedgraftError(f"power needs two seeds or more and a spread above zero, not {n} and {spread:g}")
+        raise FedgraftError(
+            "E-REPRODUCTION-POWER",
+            f"power needs two seeds or more and a spread above zero, not {n} and {spread:g}",
+            seeds=n,
+        )
     df, error = (n - 1, spread / n**0.5) if pairs else (2 * n - 2, spread * (2 / n) ** 0.5)
     edge, away = float(stdtrit(df, 1 - alpha)), abs(effect) / error
     other = float(
@@ -180,7 +194,9 @@ def _common(left: Series, right: Series | None) -> tuple[list[int], tuple[int, .
 
 def _scaled(values: Sequence[float], ratio: bool) -> np.ndarray:
     if ratio and any(x <= 0 for x in values):
-        raise FedgraftError(f"a ratio needs numbers above zero, not {min(values):g}; compare by difference")
+        raise FedgraftError(
+            "E-REPRODUCTION-RATIO", f"a ratio needs numbers above zero, not {min(values):g}", "compare by difference"
+        )
     return np.log(values) if ratio else np.asarray(values, dtype=float)
 
 

@@ -16,7 +16,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.metrics.statistics import summarise
 from reproduction.preset import Cell
 from reproduction.reproduce import TUNING_SEED, Found, Tables, Work, carry_out, numbers
-from reproduction.runs import finished_attacks, vary
+from reproduction.runs import finished_attacks, vary_config
 from reproduction.statistics import paired
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def matched(work: Work, every: Sequence[Cell], rates: Mapping[str, float]) -> li
     sizing = {}
     for label in dict.fromkeys(namesake.values()):
         config = by[label].config(seed=TUNING_SEED)
-        sizing[label] = (vary(config, local__lr=rates[label]) if label in rates else config, False)
+        sizing[label] = (vary_config(config, local__lr=rates[label]) if label in rates else config, False)
     sizes = {label: mean_similarity(folder) for label, folder in carry_out(work, sizing).items()}
     made = []
     for cell in every:
@@ -181,5 +181,10 @@ _ADJUST: dict[str, Adjust] = {"matched": matched}
 def named(name: str) -> Adjust:
     """A study that changes cells, by its name."""
     if name not in _ADJUST:
-        raise FedgraftError(f"there is no study {name!r}; there are: {', '.join([*_ADJUST, *WHOLE])}.")
+        raise FedgraftError(
+            "E-REPRODUCTION-STUDY",
+            f"there is no study {name!r}",
+            f"there are: {', '.join([*_ADJUST, *WHOLE])}",
+            study=name,
+        )
     return _ADJUST[name]

@@ -111,7 +111,10 @@ class Claim:
     def __post_init__(self) -> None:
         ratio = isinstance(self.effect, Effect) and self.effect.ratio
         if not self.margin > (1.0 if ratio else 0.0):
-            raise FedgraftError(f"the smallest effect that matters must be above {'1' if ratio else '0'}")
+            least = 1 if ratio else 0
+            raise FedgraftError(
+                "E-REPRODUCTION-SMALLEST-EFFECT", f"the smallest effect that matters must be above {least}", least=least
+            )
 
     @property
     def room(self) -> float:

@@ -41,7 +41,9 @@ class InsecureZeroSumDemo:
     def total(self, masked: Mapping[int, Tensor]) -> Tensor:
         """The sum; refuses when a client is missing, because its mask would stay in."""
         if set(masked) != set(self.clients):
-            raise FedgraftError("the zero-sum demo cannot lose a client: its mask would stay in the sum")
+            raise FedgraftError(
+                "E-REPRODUCTION-ZERO-SUM", "the zero-sum demo cannot lose a client: its mask would stay in the sum"
+            )
         first, *others = (masked[u] for u in self.clients)
         return sum(others, first)
 

@@ -28,9 +28,9 @@ from fedgraft.privacy.secagg.secure_sum import (
     SecureClient,
     SecureServer,
     drive,
-    rounding,
+    mean_of_sum,
+    rounding_generator,
     weighted_input,
-    weighted_mean,
     weighted_segments,
 )
 
@@ -60,7 +60,7 @@ def ours(updates: np.ndarray, round_: int = 0, wider: bool = False) -> tuple[np.
 
     def words(u: int) -> np.ndarray:
         values = weighted_input(torch.from_numpy(updates[u]), WEIGHTS[u] / 1000)
-        return plan.ring.encode(values, rounding(0, plan, u))
+        return plan.ring.encode(values, rounding_generator(0, plan, u))
 
     def ask(stage: str, outbox: Any) -> Any:
         answers = {}
@@ -76,7 +76,7 @@ def ours(updates: np.ndarray, round_: int = 0, wider: bool = False) -> tuple[np.
             answers[u] = {n: t.to(torch.uint32) for n, t in back.items()} if wider and stage == "masked" else back
         return answers
 
-    mean, _, _ = weighted_mean(drive(SecureServer(plan), ask))
+    mean, _, _ = mean_of_sum(drive(SecureServer(plan), ask))
     return mean.numpy(), max(sent.values()) / length
 
 

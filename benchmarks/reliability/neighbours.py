@@ -27,7 +27,7 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import Step
 from fedgraft.core.rng import numpy_stream
 from fedgraft.core.state import Federation
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.privacy.accounting import epsilon as told_epsilon
 from fedgraft.privacy.dp import Mechanism
 from fedgraft.privacy.protection import DifferentialPrivacy
@@ -178,13 +178,13 @@ def _score(dp: DifferentialPrivacy, there: bool, known: bool, draws: np.random.G
     """
     state, total = start(zoo.fedavg(), torch.zeros(SIZE), SIZE), 0.0
     mu, q = 1 / dp.mechanism.noise, dp.mechanism.probability
-    federation = Federation("pair", 0, 5, 5, 1, constant(1.0), "poisson")
+    federation = Federation("pair", 0, 5, 5, 1, constant_rate(1.0), "poisson")
     own = torch.zeros(SIZE)
     own[0] = dp.clip
     for _ in range(ROUNDS):
         inside = there and (known or draws.random() < q)
         step = Step(federation, replace(state, clip=dp.clip), zoo.fedavg().server, 1.0)
-        new = dp.advance(step, [own] if inside else [], 0.0, int(inside))
+        new = dp.advance_from_updates(step, [own] if inside else [], 0.0)
         seen = float((new.vector - state.vector)[0]) * dp.mechanism.expected / (dp.mechanism.noise * dp.clip)
         ratio, state = seen * mu - mu * mu / 2, new
         total += ratio if known else math.log1p(q * math.expm1(ratio))

@@ -33,7 +33,7 @@ from fedgraft.algorithms.algorithm import vary
 from fedgraft.core.errors import FedgraftError
 from fedgraft.privacy import protection
 from fedgraft.privacy.accounting import epsilon
-from fedgraft.privacy.dp import Mechanism, clip, gaussian, sensitivity
+from fedgraft.privacy.dp import Mechanism, clip, gaussian_noise, sensitivity
 from fedgraft.privacy.protection import DifferentialPrivacy
 
 KINDS: tuple[Kind, Kind] = ("clear", "secure")
@@ -73,18 +73,17 @@ def compare(account: Callable[..., float], count: int) -> dict[str, float]:
 
 def by_answers(self: Mechanism, total: Tensor, effective_steps: float, key: bytes, round_: int) -> Tensor:
     """The planted bug: a deviation for the clients that answered, as if there were always three."""
-    return (
-        (total.double() + gaussian(len(total), key, "sum", round_) * self.noise * effective_steps / 3) / self.expected
-    ).float()
+    noise = gaussian_noise(len(total), key, "sum", round_) * self.noise * effective_steps / 3
+    return ((total.double() + noise) / self.expected).float()
 
 
 def all_counted(advance: Callable[..., Any]) -> Callable[..., Any]:
     """The planted bug: a secure sum counts everybody, though a cohort of one is not summed at all."""
 
-    def folded(self: Any, step: Any, updates: Any, within: float, told: int, *rest: Any) -> Any:
-        return advance(self, step, [(told + 1) / max(1, told) * c for c in updates], within, told, *rest)
+    def with_everybody(self: Any, step: Any, total: Tensor, within: float, counted: int, *rest: Any) -> Any:
+        return advance(self, step, (counted + 1) / max(1, counted) * total, within, counted, *rest)
 
-    return folded
+    return with_everybody
 
 
 def shift(divide: Callable[[Tensor, int], Tensor]) -> float:
@@ -142,7 +141,7 @@ def noise(scale: float) -> Outcome:
     # Not clipped at all, an update leaves the range of the hidden sum, and the client leaves the sum.
     with mock.patch.object(protection, "clip", lambda update, bound: clip(update, 1.5 * bound)):
         unclipped, _ = largest_shift(6, 2000, "secure")
-    with mock.patch.object(DifferentialPrivacy, "advance", all_counted(DifferentialPrivacy.advance)):
+    with mock.patch.object(DifferentialPrivacy, "advance_from_sum", all_counted(DifferentialPrivacy.advance_from_sum)):
         both = pair_shift(2000)
     realised = shift(lambda total, n: total / max(n, 1))
     return Outcome(

@@ -103,7 +103,9 @@ FIGURES: dict[str, FigureKind] = {
 def draw(kind: str, path: Path | str, data: Any = None, **options: Any) -> Path:
     """Make a figure of a named kind; options such as `title` or `labels` override the kind's own."""
     if kind not in FIGURES:
-        raise FedgraftError(f"there is no figure kind {kind!r}; there are: {', '.join(FIGURES)}.")
+        raise FedgraftError(
+            "E-REPRODUCTION-FIGURE", f"there is no figure kind {kind!r}", f"there are: {', '.join(FIGURES)}", kind=kind
+        )
     arguments = () if data is None else (data,)
     return FIGURES[kind].draw(path, *arguments, **{**texts_of(kind), **options})
 

@@ -21,7 +21,7 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.clusters import Clusters
 from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
-from fedgraft.aggregate.server_rules import RoundInfo, ServerRule, plain
+from fedgraft.aggregate.server_rules import RoundInfo, ServerRule, plain_rule
 from fedgraft.aggregate.slots import Aggregator, Answers, count_mean, mean
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.context import ClientContext
@@ -34,7 +34,7 @@ from fedgraft.core.space import Bound, masked, select
 from fedgraft.core.state import ServerState, from_tensors, to_tensors
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.dense import head, last_blocks
-from fedgraft.edit.lora import merge
+from fedgraft.edit.lora import merge_lora
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
 from fedgraft.edit.trainable import RoundRobinMasks
@@ -43,7 +43,7 @@ from fedgraft.engines.batched import Batched
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.stack import Stack
 from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.local.train import LocalTraining, batches, train
 from fedgraft.runs import checkpoint
 from fedgraft.server import collect as collect_module
@@ -350,7 +350,7 @@ def test_law(law: str, row: str, tmp_path: Path) -> None:
 
 def statistics_are_kept_or_averaged(row: Row) -> None:
     """Statistics outside the space keep their bits; those inside move, and variances stay variances."""
-    toy = Table(row, schedule=constant(0.3))
+    toy = Table(row, schedule=constant_rate(0.3))
     before = {n: t.clone() for n, t in toy.network.named_buffers() if t.is_floating_point()}
     assert before
     toy.run(4)
@@ -689,7 +689,7 @@ def fedsb_at_full_rank_trains_as_the_dense_layers() -> None:
     theirs = run(named("fedavg", local)(), space=inner, **FULL)
     ours.space.scatter(ours.state.vector, ours.network)
     theirs.space.scatter(theirs.state.vector, theirs.network)
-    merge(ours.network)
+    merge_lora(ours.network)
     other = dict(theirs.network.named_parameters())
     for name, mine in ours.network.named_parameters():
         torch.testing.assert_close(mine, other[name], rtol=1e-4, atol=1e-5)
@@ -702,7 +702,7 @@ def flexlora_of_one_client_is_its_own_training() -> None:
     for algorithm in (named("flexlora", trainable=kind, ranks=(2,))(), lora()):
         toy = run(algorithm, 1, clients=1, per_round=1)
         toy.space.scatter(toy.state.vector, toy.network)
-        products.append(merge(toy.network).get_submodule("backbone.layers.0.1").weight)
+        products.append(merge_lora(toy.network).get_submodule("backbone.layers.0.1").weight)
     torch.testing.assert_close(*products, rtol=1e-5, atol=1e-6)
 
 
@@ -1038,7 +1038,7 @@ def test_resume_notices_what_was_not_stored(row: str, damage: dict[str, Any], tm
 
 def test_falling_loss_notices_a_step_in_the_wrong_direction() -> None:
     with pytest.raises(AssertionError):
-        loss_falls(Row(lambda: vary(named("fedavg")(), server=plain(-1.0))))
+        loss_falls(Row(lambda: vary(named("fedavg")(), server=plain_rule(-1.0))))
 
 
 def test_a_control_variate_that_is_never_kept_is_noticed() -> None:

@@ -14,7 +14,6 @@ from reproduction.drawing.ranking import Arm
 from reproduction.drawing.representations import draw_of_run, drift
 from tests.support.errors import raises
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.report import figures
 from fedgraft.runs.folder import RunFolder
 from reproduction import drawing
@@ -54,7 +53,7 @@ def test_the_table_names_every_kind() -> None:
     wanted = {"client_classes", "layer_density", "mask_overlap", "bytes_accuracy", "ranking"}
     wanted |= {f"F{n}" for n in range(1, 30)}
     assert set(FIGURES) == wanted and {kind.draw for kind in FIGURES.values()} == set(DATA)
-    with pytest.raises(FedgraftError, match="no figure kind 'F30'"):
+    with raises("E-REPRODUCTION-FIGURE", kind="F30"):
         draw("F30", "a.png", LINES)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.errors import raises
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import secure_segments, vary
@@ -17,7 +18,6 @@ from fedgraft.config.load import load
 from fedgraft.core.messages import Request
 from fedgraft.privacy.dp import Mechanism, clip
 from fedgraft.privacy.protection import DifferentialPrivacy, Secure
-from fedgraft.privacy.secagg.plan import SecureAbort
 from fedgraft.runs import loop as running
 from fedgraft.server.secure_sum import SecureSession
 
@@ -123,7 +123,7 @@ def test_a_sum_that_is_not_made_gets_the_same_noise(clients: int, monkeypatch: p
 def test_one_client_of_two_moves_a_hidden_sum_by_one_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cohort of one is not summed. Planted bug: with everybody counted, the second client brings two shares."""
     assert 0.99 < pair_shift(500) <= 1 + 1e-6
-    monkeypatch.setattr(DifferentialPrivacy, "advance", all_counted(DifferentialPrivacy.advance))
+    monkeypatch.setattr(DifferentialPrivacy, "advance_from_sum", all_counted(DifferentialPrivacy.advance_from_sum))
     assert pair_shift(500) == pytest.approx(2, rel=0.01)
 
 
@@ -144,7 +144,7 @@ def test_a_client_does_not_move_how_the_others_are_rounded(broken: bool) -> None
         return torch.from_numpy(found.words[:length].view("int32"))
 
     if broken:
-        with pytest.raises(SecureAbort, match="only 0 clients are left after the stage 'keys'"):
+        with raises("E-PRIVACY-SUM-TOO-FEW", stage="keys", left=0):
             words(0)
     else:
         assert torch.equal(words(0), words(1))

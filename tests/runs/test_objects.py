@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.errors import raises
 from tests.support.tiny import same_bits, tensors_of, without_pictures
 
 import fedgraft as fg
@@ -254,8 +255,9 @@ def test_a_mistyped_option_is_refused_in_a_config(words: list[str], nearest: str
 
 def test_a_mistyped_option_is_refused_in_python(tmp_path: Path) -> None:
     for make in (lambda: fg.fedprox(muu=0.5), lambda: fg.fedavg(mu=0.5), lambda: fg.named("fedprox", muu=0.5)):
-        with pytest.raises(fg.FedgraftError, match="mu"):
+        with pytest.raises(fg.FedgraftError) as caught:
             make()
+        assert caught.value.code in ("E-ALGORITHM-SLOT", "E-CORE-UNKNOWN-OPTION")
     with pytest.raises(TypeError, match="sparsty"):
         fg.sparse(sparsty=0.5)  # type: ignore[call-arg]
     for wrong in ({"rounds_": {"totl": 3}}, {"model_": {"rigde": 1.0}}, {"sede": 3}):
@@ -329,7 +331,7 @@ def test_a_private_run_of_objects_has_its_account_and_the_refusals_of_a_config(t
     assert told["epsilon_without_amplification"] > told["epsilon"] and told["repeatable_noise"]
     with pytest.raises(fg.FedgraftError, match="which no noise covers"):
         adapt(tmp_path / "head", private(), model_={"head": "ridge"})
-    with pytest.raises(fg.FedgraftError, match="Poisson"):
+    with raises("E-PRIVACY-SAMPLING"):
         adapt(tmp_path / "fixed", private(), rounds_={"sampling": "fixed"})
     with pytest.raises(fg.FedgraftError, match="the noise is for 5 clients"):
         adapt(tmp_path / "others", private(clients=5))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.errors import raises
 from tests.support.tiny import Open, tiny, without_pictures
 from tests.support.toy import Toy
 from tests.support.toy_heads import CLIENTS, setting
@@ -23,7 +24,7 @@ from fedgraft import algorithms as zoo
 from fedgraft.algorithms.algorithm import vary
 from fedgraft.client.actions import action_named
 from fedgraft.client.handle import handle
-from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.data.federated import FederatedData
 from fedgraft.engines.pool import Pool
@@ -35,7 +36,7 @@ from fedgraft.runs.head_init import probe_head, ridge_head
 from fedgraft.runs.loop import run
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import secure_sum as secure_round
-from fedgraft.server.secure_sum import ANSWERS, Sums
+from fedgraft.server.secure_sum import STAGE_TENSORS, Sums
 
 SECURE = Secure()
 ACTIONS = ["statistics", "class_sums", "head_gradient", "fisher_scores"]
@@ -107,7 +108,7 @@ def test_what_does_not_fit_is_refused_not_cut() -> None:
     for wrong in (torch.tensor([1025.0]), torch.tensor([float("nan")]), torch.zeros(2)):
         with pytest.raises(Unfit):
             ring.encode({"x": wrong}, torch.Generator())
-    with pytest.raises(FedgraftError, match="power of two"):
+    with raises("E-PRIVACY-SEGMENT-STEP"):
         Segment("x", 1, 1.0, 0.3)
 
 
@@ -207,7 +208,7 @@ def test_warnings_name_each_thing_that_comes_one_by_one(monkeypatch: pytest.Monk
             assert [sentence in text for text in found] == ([True] if kind == "secure" else [])
     found = opened("privacy.aggregation=secure")
     assert not [t for t in warnings_for(found.setup, found.opened, found.engines) if "outside" in t]
-    with pytest.raises(FedgraftError, match="let all clients train the same"):
+    with raises("E-ALGORITHM-COMBINATION"):
         opened("privacy.aggregation=secure", "trainable.sparse.per_client=true")
     monkeypatch.setattr(FederatedData, "blind", True)  # as in a federation whose server holds no images
     assert "counts" in warnings_for(found.setup, found.opened, found.engines)[-1]
@@ -307,9 +308,9 @@ def test_too_few_give_a_sentence_and_no_sum() -> None:
     toy = Toy(zoo.fedavg())
     inner = toy.engine.exchange
     sums = Sums(lambda o: [r for r in inner(o) if r.client < 2], "toy", CLIENTS, toy.network, SECURE)
-    with pytest.raises(FedgraftError, match="was aborted and nothing was revealed"):
+    with raises("E-SERVER-SUM-ABORTED"):
         sums.ask(action_named("statistics"))
-    with pytest.raises(FedgraftError, match="at least two clients"):
+    with raises("E-SERVER-SUM-COHORT"):
         secured(toy, [1]).ask(action_named("statistics"))
 
 
@@ -330,7 +331,7 @@ def test_stale_doubled_and_foreign_answers_change_nothing() -> None:
         found, wanted = asked(sums, action, toy), asked(secured(calm), action, calm)
         calm.engine.memory.clear()
         assert not sums.lost and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert len({frozenset(names) for names in ANSWERS.values()}) == len(STAGES)
+    assert len({frozenset(names) for names in STAGE_TENSORS.values()}) == len(STAGES)
 
 
 def test_an_answer_over_its_size_is_not_even_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +359,7 @@ def test_an_answer_over_its_size_is_not_even_unpacked(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("privacy", [SECURE, Clear()], ids=["secure", "clear"])
 def test_large_answers_are_asked_for_in_groups(privacy: Privacy, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may hold all answers of one exchange, so one exchange does not ask for too many."""
-    monkeypatch.setattr(secure_round, "_HELD", 1)
+    monkeypatch.setattr(secure_round, "_HELD_BYTES", 1)
     monkeypatch.setattr(secure_round, "_GROUP", 2)
     toy, calm, sizes = Toy(zoo.fedavg()), Toy(zoo.fedavg()), list[int]()
     inner = toy.engine.exchange
@@ -380,7 +381,7 @@ def test_long_vectors_add_up_to_the_same_bits_in_groups(monkeypatch: pytest.Monk
     """Scores are added one by one in client order, whatever the groups; a group without an answer adds nothing."""
     whole = asked(clear(Toy(zoo.fedavg())), "fisher_scores", Toy(zoo.fedavg()))
     without = asked(clear(Toy(zoo.fedavg()), [2, 3, 4]), "fisher_scores", Toy(zoo.fedavg()))
-    monkeypatch.setattr(secure_round, "_HELD", 1)
+    monkeypatch.setattr(secure_round, "_HELD_BYTES", 1)
     monkeypatch.setattr(secure_round, "_GROUP", 2)
     grouped = asked(clear(Toy(zoo.fedavg())), "fisher_scores", Toy(zoo.fedavg()))
     assert all(torch.equal(grouped[name], whole[name]) for name in whole)
@@ -422,12 +423,12 @@ def test_a_head_without_everyone_is_not_kept_for_other_runs(cache: Path, monkeyp
 def test_a_client_serves_each_sum_once_and_refuses_another_layout(caplog: pytest.LogCaptureFixture) -> None:
     toy = Toy(zoo.fedavg())
     secured(toy).ask(action_named("statistics"))
-    with pytest.raises(FedgraftError, match=r"given up|aborted"):  # a server that starts again over the same clients
+    with raises("E-SERVER-SUM-ABORTED"):  # a server that starts again over the same clients
         secured(toy, [0, 1, 2, 3]).ask(action_named("statistics"))
     assert "is a replay" in caplog.text
     caplog.clear()
     told = Request("toy", 0, 0, "secure.shares", "statistics", settings={"sums": "statistics"})
-    with pytest.raises(Refused, match="before it began"):
+    with raises("E-REFUSED-SECURE-SUM"):
         handle(told, toy.algorithm, toy.context, {})
 
 

@@ -25,7 +25,7 @@ from tests.support.lies import ANY
 from tests.support.lies import LIES as REPLIES
 from tests.support.tiny import Open
 
-from fedgraft.client.policy import to_toml
+from fedgraft.client.policy import policy_toml
 from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.deploy.limits import request_too_large
 
@@ -67,7 +67,7 @@ class Stage:
         """A node without a past, under this policy."""
         (self.home / "ledger").unlink(missing_ok=True)
         self.engine.memory = {}
-        (self.home.parent / "policy.toml").write_text(to_toml(policy))
+        (self.home.parent / "policy.toml").write_text(policy_toml(policy))
 
     @property
     def run_fingerprint(self) -> str:

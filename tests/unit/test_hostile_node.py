@@ -76,7 +76,9 @@ def counted(toy: Toy, engine: Any) -> Any:
     example_counts, toy_orders = toy.server_context.example_counts, requests("count", vector=toy.state.vector)
     for k in range(5):
         example_counts.note(k, {"validation images": 10.0})
-    found = kinds.replies_to(engine.exchange, toy_orders, kinds.counts(toy_orders, 1, example_counts, "validation"))
+    found = kinds.valid_responses(
+        engine.exchange, toy_orders, kinds.expected_counts(toy_orders, 1, example_counts, "validation")
+    )
     return [torch.tensor([[e.accuracy, e.loss, e.count] for e in sum_counts(found, example_counts, "validation")])]
 
 
@@ -84,7 +86,9 @@ def evaluated(toy: Toy, engine: Any) -> Any:
     example_counts, toy_orders = toy.server_context.example_counts, requests("evaluate", vector=toy.state.vector)
     for k in range(5):
         example_counts.note(k, {"test images": 10.0})
-    found = kinds.replies_to(engine.exchange, toy_orders, kinds.evaluation(toy_orders, example_counts, finetuned=False))
+    found = kinds.valid_responses(
+        engine.exchange, toy_orders, kinds.expected_evaluation(toy_orders, example_counts, finetuned=False)
+    )
     return [torch.tensor([[r.client, r.metrics["accuracy"], r.metrics["loss"]] for r in found])]
 
 
@@ -118,8 +122,8 @@ def masks(toy: Toy, engine: Any) -> Any:
 
     engine.engine = Masking()
     toy_orders = requests("own_mask")
-    found = kinds.same_share(
-        kinds.replies_to(engine.exchange, toy_orders, kinds.mask(toy_orders, ExampleCounts(), size))
+    found = kinds.masks_of_usual_share(
+        kinds.valid_responses(engine.exchange, toy_orders, kinds.expected_mask(toy_orders, ExampleCounts(), size))
     )
     return [Mask.from_bits(r.evidence["mask"], shapes).bits() for r in found]
 
@@ -180,7 +184,7 @@ def test_without_validation_the_lies_count(scene: str, monkeypatch: pytest.Monke
     for name, action in ACTIONS.items():
         monkeypatch.setitem(ACTIONS, name, replace(action, implausible=lambda response: ""))
     monkeypatch.setattr(kinds, "plausible", lambda counts: True)
-    monkeypatch.setattr(kinds, "same_share", lambda responses: responses)
+    monkeypatch.setattr(kinds, "masks_of_usual_share", lambda responses: responses)
     run, lies = SCENES[scene]
     without, wrong = run(None), 0
     for lie in lies.values():

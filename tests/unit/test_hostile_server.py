@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from tests.support import hostile
+from tests.support.errors import raises
 from tests.support.hostile import LIES, World, outcome
 
 from fedgraft.client import authorize
 from fedgraft.client import handle as client
 from fedgraft.client import secure as client_secure
 from fedgraft.client.policy import Policy
-from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Response
 from fedgraft.privacy.secagg import plan as plans
 from fedgraft.privacy.secagg.client import SecureClient
@@ -101,9 +101,9 @@ def test_a_large_plan_is_refused_before_anything_is_built_from_it(monkeypatch: p
     text = (
         f'{{"binds":"","clients":[{ids}],"degree":null,"room":null,"round":0,"run":"r","segments":[],"threshold":null}}'
     )
-    with pytest.raises(FedgraftError, match="8000 clients, and 50 are allowed"):
+    with raises("E-PRIVACY-PLAN-COHORT", clients=8000, most=50):
         plans.Plan.from_bytes(text.encode(), 50)
-    with pytest.raises(FedgraftError, match="bytes"):
+    with raises("E-PRIVACY-PLAN-BYTES"):
         plans.Plan.from_bytes(b" " * (plans.PLAN_BYTES + 1))
     assert not built
 

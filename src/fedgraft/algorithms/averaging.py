@@ -74,7 +74,7 @@ def scaffold(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
     Args:
         server_lr: learning rate of the server
     """
-    rule = server_rules.scaffold(server_lr)
+    rule = server_rules.scaffold_rule(server_lr)
     return vary(fedavg(**slots), name="scaffold", correction=control_variates(), weighting=uniform(), server=rule)
 
 
@@ -85,7 +85,7 @@ def feddyn(alpha: NotNegative = 0.1, **slots: Any) -> Algorithm:
     Args:
         alpha: strength of the regularization
     """
-    rule = server_rules.feddyn(alpha)
+    rule = server_rules.feddyn_rule(alpha)
     return vary(fedavg(**slots), name="feddyn", correction=dynamic(alpha), weighting=uniform(), server=rule)
 
 
@@ -96,7 +96,7 @@ def fednova(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
     Args:
         server_lr: learning rate of the server
     """
-    return vary(fedavg(**slots), name="fednova", update=(normalise(),), server=server_rules.fednova(server_lr))
+    return vary(fedavg(**slots), name="fednova", update=(normalise(),), server=server_rules.fednova_rule(server_lr))
 
 
 @in_range
@@ -108,7 +108,7 @@ def fedgma(agreement: Unit = 0.4, hard: bool = False, server_lr: Positive = 1.0,
         hard: coordinates without agreement do not move at all (AND mask)
         server_lr: learning rate of the server
     """
-    return vary(fedavg(**slots), name="fedgma", server=server_rules.fedgma(agreement, server_lr, soft=not hard))
+    return vary(fedavg(**slots), name="fedgma", server=server_rules.fedgma_rule(agreement, server_lr, soft=not hard))
 
 
 @in_range

@@ -32,7 +32,7 @@ def policy(
 ) -> None:
     """Node: print a safe policy for a config (or a federation's folder), or which rules of yours it breaks."""
     import_runtime()
-    from fedgraft.client.policy import in_words, to_toml
+    from fedgraft.client.policy import in_words, policy_toml
     from fedgraft.config.agreement import safe_for
     from fedgraft.config.build import build_algorithm
 
@@ -66,7 +66,7 @@ def policy(
                 f"move it away, or compare with: --check {path}",
                 path=str(path),
             )
-        path.write_text(to_toml(safe_policy))
+        path.write_text(policy_toml(safe_policy))
         typer.echo(f"written: {path}; the node reads it at every request. Edit it, then see: --check {path}")
 
 

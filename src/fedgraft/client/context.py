@@ -1,4 +1,4 @@
-"""What a machine offers its clients: a network to work with, the edit space, the data by client."""
+"""The context of a machine's clients: the network they work with, the edit space, the data by client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import Bound, EditSpace, select
-from fedgraft.local.features import features as look_through
+from fedgraft.local.features import feature_batches as look_through
 
 
 @dataclass
@@ -58,7 +58,7 @@ class ClientContext:
     _active: str = ""
 
     def __getstate__(self) -> dict[str, object]:
-        """For a worker that is no fork: it binds its own copy of the network."""
+        """Leave the binding out for a spawned worker: it binds its own copy of the network."""
         return vars(self) | {"_bound": {}, "_active": ""}
 
     @property
@@ -67,11 +67,12 @@ class ClientContext:
         return self.space.size if self.sends_buffers else self.space.trained
 
     def release(self) -> None:
-        """Forget what is bound, because the network is about to be written from outside."""
-        self._bound, self._active = {}, ""
+        """Drop the binding, because the network is about to be written from outside."""
+        self._bound = {}
+        self._active = ""
 
     def bind(self, space: EditSpace) -> Bound:
-        """The network driven by this space; kept, because binding again costs as much as the network."""
+        """Return the network bound to this space; cached, because binding again costs as much as the network."""
         if self._active != space.digest:
             self._bound = {space.digest: space.bind(self.network)}
             self._active = space.digest
@@ -98,8 +99,10 @@ def shared_and_private(algorithm: Algorithm, network: Network, space: EditSpace)
     shared = space.without(lambda name: is_private(network, name))
     if not shared.parts:
         raise FedgraftError(
-            f"{algorithm.name}: everything that trains would stay with the clients and nothing be shared; "
-            "let the body train too (trainable.kind='everything')."
+            "E-CLIENT-NOTHING-SHARED",
+            f"{algorithm.name}: everything that trains would stay with the clients and nothing be shared",
+            "let the body train too (trainable.kind='everything')",
+            algorithm=algorithm.name,
         )
     if not any(is_private(network, name) for name, _ in network.named_parameters()):
         return space, None
@@ -139,11 +142,15 @@ def with_full_model(request: Request, context: ClientContext) -> Request:
 def model_vector(request: Request) -> Tensor:
     """Return the model that the request carries."""
     if request.vector is None:
-        raise Refused(f"client {request.client}, round {request.round}: the request carries no model")
+        raise Refused(
+            f"client {request.client}, round {request.round}: the request carries no model",
+            client=request.client,
+            round=request.round,
+        )
     return request.vector
 
 
-def features(context: ClientContext, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+def pooled_batches(context: ClientContext, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return pooled features and labels of these rows, in batches."""
     batches = []
     for batch_rows, pooled in look_through(context.network, context.examples, rows):

@@ -1,8 +1,8 @@
-"""What a node's owner allows: a frozen set of rules, asked by the client code before any order is carried out.
+"""The policy of a data owner: a frozen set of rules that is checked before any request is carried out.
 
-A simulation runs under the rules that its own config implies, a node under those and the owner's `policy.toml`. What is
-not allowed raises `Refused` with the name of the rule; nothing leaves. Rules that look at one order are here; whether a
-whole config keeps them is in `config/agreement.py`.
+A simulation runs under the rules that its own config implies, a node under those and the owner's `policy.toml`. A
+request that breaks a rule raises `Refused` with the name of the rule, and nothing leaves. Rules about one request are
+here; whether a whole config follows them is in `config/agreement.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SANE: Mapping[str, tuple[float, float]] = MappingProxyType(
         "finetune_batch": (1.0, 2.0**20),
     }
 )
-"""Ranges of an order's numbers that hold without any policy."""
+"""Ranges of a request's numbers that hold without any policy."""
 
 
 @dataclass(frozen=True)
@@ -75,38 +75,41 @@ class Policy:
         default_factory=dict, metadata={"says": "least and largest value of an order's numbers"}
     )
 
-    # ---- one order -------------------------------------------------------------------------------------------------
+    # ---- one request -----------------------------------------------------------------------------------------------
 
     def check(self, request: Request, algorithm: Algorithm) -> None:
-        """Refuse an order that breaks a rule; nothing has been computed yet."""
+        """Refuse a request that breaks a rule; nothing has been computed yet."""
         self.check_action(request)
         self.check_protection(algorithm)
-        if not self.agrees(request.run):  # the whole fingerprint was asked when the config came
-            raise Refused("the order belongs to a run that the owner did not agree to", "config")
+        if not self.agrees(request.run):  # the whole fingerprint was checked when the config came
+            raise Refused("the order belongs to a run that the owner did not agree to", "config", run=request.run)
         for name, value in request.settings.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                self._number(name, float(value))
-        if not -1 <= request.round < 2**31:
-            raise Refused(f"there is no round {request.round}", "rounds")
-        if self.rounds is not None and requested_name(request) == "train" and request.round >= self.rounds:
-            raise Refused(f"round {request.round + 1} is asked for, and {self.rounds} are allowed", "rounds")
-        if (
-            self.sums is not None
-            and is_secure_stage(request)
-            and requested_name(request) != "train"
-            and request.round >= self.sums
-        ):
-            raise Refused(
-                f"{request.round + 1} sums of {requested_name(request)} are asked for, not {self.sums}", "sums"
-            )
+                self._check_range(name, float(value))
+        self._check_number(request)
         heads = request.auxiliary.get("heads")
         if heads is not None and (heads.dim() != 3 or len(heads) > self.heads):
             raise Refused(f"a count may compare at most {self.heads} heads", "heads")
 
+    def _check_number(self, request: Request) -> None:
+        """Refuse a round or a sum beyond the allowed number."""
+        number = request.round
+        if not -1 <= number < 2**31:
+            raise Refused(f"there is no round {number}", "rounds", round=number)
+        name = requested_name(request)
+        if name == "train":
+            if self.rounds is not None and number >= self.rounds:
+                raise Refused(f"round {number + 1} is asked for, and {self.rounds} are allowed", "rounds", round=number)
+        elif self.sums is not None and is_secure_stage(request) and number >= self.sums:
+            raise Refused(f"{number + 1} sums of {name} are asked for, not {self.sums}", "sums", action=name)
+
     def agrees(self, run: str) -> bool:
-        """Whether the owner agreed to a config of this fingerprint; orders carry its beginning, the digest."""
-        told = self.config.split()
-        return not told or any(run in (one, one[:16]) for one in told)
+        """Return whether the owner agreed to a config of this fingerprint; requests carry its first 16 digits."""
+        fingerprints = self.config.split()
+        if not fingerprints:
+            return True
+        digests = [fingerprint[:16] for fingerprint in fingerprints]
+        return run in fingerprints or run in digests
 
     def check_images(self, images: int) -> None:
         """Refuse numbers about so few images that they are about single ones."""
@@ -114,9 +117,10 @@ class Policy:
             raise Refused(f"it would be about fewer than {self.least_images} images", "least_images")
 
     def check_action(self, request: Request) -> None:
-        """Refuse what is not among the allowed actions, and answers in the clear where hiding is required."""
-        if self.actions and requested_name(request) not in self.actions:
-            raise Refused(f"{requested_name(request)[:40]!r} is not among the allowed actions", "actions")
+        """Refuse an action that is not allowed, and answers in the clear where secure aggregation is required."""
+        name = requested_name(request)
+        if self.actions and name not in self.actions:
+            raise Refused(f"{name[:40]!r} is not among the allowed actions", "actions", action=name[:40])
         if self.secure and not is_secure_stage(request) and request.action not in self.in_the_clear:
             raise Refused(
                 f"the answer to {request.action[:40]!r} would show this client alone, and secure aggregation "
@@ -137,18 +141,22 @@ class Policy:
             if multiplier < self.noise:
                 raise Refused(f"the noise is {multiplier:g}, and at least {self.noise:g} is required", "noise")
 
-    def _number(self, name: str, value: float) -> None:
-        owner = self.ranges.get("lr" if name == "finetune_lr" else name)
-        for low, high in filter(None, (SANE.get(name), owner)):
+    def _check_range(self, name: str, value: float) -> None:
+        """Refuse a number outside the range that holds for everybody, or outside the owner's."""
+        owner_name = "lr" if name == "finetune_lr" else name
+        for allowed in (SANE.get(name), self.ranges.get(owner_name)):
+            if allowed is None:
+                continue
+            low, high = allowed
             if not low <= value <= high:  # also what is not a number
-                raise Refused(f"{name} is {value:g}, and {low:g} to {high:g} is allowed", f"ranges.{name}")
+                raise Refused(f"{name} is {value:g}, and {low:g} to {high:g} is allowed", f"ranges.{name}", value=value)
         if math.isnan(value):
             raise Refused(f"{name} is not a number", f"ranges.{name}")
 
     # ---- one plan of a secure sum ----------------------------------------------------------------------------------
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuse a secure sum that hides less than the owner wants."""
+        """Refuse a secure sum that protects less than the owner requires."""
         if len(plan.clients) < self.cohort:
             raise Refused(f"a secure sum of {len(plan.clients)} clients, and {self.cohort} are required", "cohort")
         if plan.needed < self.threshold * plan.holders:
@@ -158,7 +166,7 @@ class Policy:
             )
         if plan.holders - 1 < min(self.degree, len(plan.clients) - 1):
             raise Refused(f"{plan.holders - 1} others would hold shares, and {self.degree} are required", "degree")
-        if plan.clients[-1] >= self.most_clients:  # nobody knows it, so a server could play it itself
+        if plan.clients[-1] >= self.most_clients:  # nobody knows it, so the server could impersonate it
             raise Refused(f"client {plan.clients[-1]} is none of the {self.most_clients} clients", "most_clients")
 
 
@@ -166,91 +174,132 @@ class Policy:
 
 
 def today() -> str:
-    """The day by which orders are counted."""
+    """Return the day by which requests are counted, in UTC."""
     return time.strftime("%Y-%m-%d", time.gmtime())
 
 
 def count_request(policy: Policy, request: Request, ledger: bytes, day: Callable[[], str] = today) -> bytes:
-    """The ledger with this order in it; refuses one too many. Days before the present one are kept as totals."""
+    """Return the ledger with this request in it; refuse one too many. Days before the present one stay as totals."""
     if is_secure_stage(request) and request.action != "secure.keys":
         return ledger  # the sum was counted when it began
-    kind = "rounds" if requested_name(request) == "train" else "queries"
-    most = policy.rounds_per_day if kind == "rounds" else policy.queries_per_day
+    if requested_name(request) == "train":
+        kind = "rounds"
+        most = policy.rounds_per_day
+    else:
+        kind = "queries"
+        most = policy.queries_per_day
     if most is None:
         return ledger
-    known: dict[str, dict[str, int]] = json.loads(ledger) if ledger else {}
-    present = max([day(), *known])  # a clock that is set back gives nobody a second day
-    counts = known.get(present, {})
-    if counts.get(kind, 0) >= most:
-        raise Refused(f"{most} {kind} a day are allowed, and there were as many", f"{kind}_per_day")
-    return json.dumps(known | {present: counts | {kind: counts.get(kind, 0) + 1}}).encode()
+    counts_by_day: dict[str, dict[str, int]] = {}
+    if ledger:
+        counts_by_day = json.loads(ledger)
+    present = max([day(), *counts_by_day])  # a clock that is set back gives nobody a second day
+    counts = dict(counts_by_day.get(present, {}))
+    count = counts.get(kind, 0)
+    if count >= most:
+        raise Refused(f"{most} {kind} a day are allowed, and there were as many", f"{kind}_per_day", most=most)
+    counts[kind] = count + 1
+    return json.dumps(counts_by_day | {present: counts}).encode()
 
 
 # ---- as a file -------------------------------------------------------------------------------------------------------
 
 
 def parse(text: str, where: str = "policy.toml") -> Policy:
-    """The policy in a TOML text."""
+    """Return the policy in a TOML text; `where` names the file in errors."""
     try:
         return from_table(tomllib.loads(text), where)
     except tomllib.TOMLDecodeError as error:
         raise FedgraftError(
-            f"{where} is not TOML: {error}; mend it or write it anew with: fedgraft deploy policy."
+            "E-CLIENT-POLICY-TOML",
+            f"{where} is not TOML: {error}",
+            "mend it or write it anew with: fedgraft deploy policy",
+            file=where,
         ) from None
 
 
 def from_table(table: Mapping[str, Any], where: str) -> Policy:
-    """The policy in a table; an unknown rule or a wrong type is refused, because a rule nobody reads is none."""
-    known = {f.name: f for f in fields(Policy)}
-    if unknown := sorted(set(table) - set(known)):
+    """Return the policy in a table; refuse unknown rules and wrong types, because an unread rule protects nobody."""
+    defaults = {rule.name: rule.default for rule in fields(Policy)}
+    unknown = sorted(set(table) - set(defaults))
+    if unknown:
         raise FedgraftError(
-            f"{where} has a rule {unknown[0]!r} that fedgraft does not know; rules: {', '.join(known)}."
+            "E-CLIENT-POLICY-RULE",
+            f"{where} has a rule {unknown[0]!r} that fedgraft does not know",
+            f"rules: {', '.join(defaults)}",
+            file=where,
+            rule=unknown[0],
         )
-    try:
-        return Policy(**{name: _value(name, known[name].default, value) for name, value in table.items()})
-    except (TypeError, ValueError):
-        raise FedgraftError(
-            f"a rule in {where} has a value of the wrong kind; see: fedgraft deploy policy --help."
-        ) from None
+    values = {}
+    for name, value in table.items():
+        try:
+            values[name] = _read_value(name, defaults[name], value)
+        except (TypeError, ValueError):
+            raise FedgraftError(
+                "E-CLIENT-POLICY-VALUE",
+                f"the rule {name!r} in {where} has a value of the wrong kind",
+                "see: fedgraft deploy policy --help",
+                file=where,
+                rule=name,
+            ) from None
+    return Policy(**values)
 
 
-def _value(name: str, default: object, value: Any) -> Any:
+def _read_value(name: str, default: object, value: Any) -> Any:
+    """Return the value of a rule as the policy holds it; raise TypeError or ValueError for another type."""
     if name == "ranges":
         return {key: (float(low), float(high)) for key, (low, high) in dict(value).items()}
     if isinstance(default, tuple):
-        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise TypeError
         return tuple(value)
-    wanted: tuple[type, ...] = (type(default),) if default is not None else (int, float)
-    wanted = (int, float) if wanted == (float,) else wanted
-    if type(value) not in wanted or (not isinstance(value, bool | str) and not math.isfinite(value)):
+    if isinstance(default, bool | int | str):
+        types: tuple[type, ...] = (type(default),)
+    else:  # a float, or a number that is None by default
+        types = (int, float)
+    if type(value) not in types:
         raise TypeError
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError
     return value
 
 
-def to_toml(policy: Policy, explain: bool = True) -> str:
-    """The policy as TOML, each rule under the sentence that explains it."""
+_MEANINGS = {rule.name: str(rule.metadata["says"]) for rule in fields(Policy)}
+"""What each rule means, by name."""
+
+
+def policy_toml(policy: Policy, explain: bool = True) -> str:
+    """Return the policy as TOML, each rule under the sentence that explains it."""
     lines = []
-    for f in fields(Policy):
-        value = getattr(policy, f.name)
-        if f.name == "ranges" or value is None or value == f.default:
+    for rule in fields(Policy):
+        value = getattr(policy, rule.name)
+        if rule.name == "ranges" or value is None or value == rule.default:
             continue
-        lines += ([f"# {f.metadata['says']}"] if explain else []) + [f"{f.name} = {json.dumps(value)}", ""]
+        if explain:
+            lines.append(f"# {_MEANINGS[rule.name]}")
+        lines.append(f"{rule.name} = {json.dumps(value)}")
+        lines.append("")
     if policy.ranges:
-        lines += [f"# {_SAYS['ranges']}"] if explain else []
-        lines += ["[ranges]", *(f"{name} = [{low!r}, {high!r}]" for name, (low, high) in policy.ranges.items())]
+        if explain:
+            lines.append(f"# {_MEANINGS['ranges']}")
+        lines.append("[ranges]")
+        for name, (low, high) in policy.ranges.items():
+            lines.append(f"{name} = [{low!r}, {high!r}]")
     return "\n".join(lines).rstrip() + "\n"
 
 
-_SAYS = {f.name: str(f.metadata["says"]) for f in fields(Policy)}
-
-
 def in_words(policy: Policy) -> list[str]:
-    """The rules as sentences, those left at their defaults too where they mean something."""
-    said = []
-    for name, says in _SAYS.items():
+    """Return the rules as sentences, including defaults that restrict something."""
+    sentences = []
+    for name, meaning in _MEANINGS.items():
         value = getattr(policy, name)
-        if name != "ranges" and value not in (None, "", (), False):
-            told = "yes" if value is True else ", ".join(value) if isinstance(value, tuple) else value
-            said.append(f"{name} = {told} ({says})")
-    return said + [f"{name} = {low:g} to {high:g}" for name, (low, high) in policy.ranges.items()]
+        if name == "ranges" or value in (None, "", (), False):
+            continue
+        if value is True:
+            value = "yes"
+        elif isinstance(value, tuple):
+            value = ", ".join(value)
+        sentences.append(f"{name} = {value} ({meaning})")
+    for name, (low, high) in policy.ranges.items():
+        sentences.append(f"{name} = {low:g} to {high:g}")
+    return sentences

@@ -53,8 +53,9 @@ def _sentence(message: str, hint: str) -> str:
 class Refused(FedgraftError):
     """A client does not carry out a request. `rule` names what it breaks; the sentence says nothing of the data."""
 
-    def __init__(self, sentence: str, rule: str = "request") -> None:
-        super().__init__(f"E-REFUSED-{rule.upper().replace('.', '-').replace('_', '-')}", sentence)
+    def __init__(self, sentence: str, rule: str = "request", **fields: Any) -> None:
+        name = rule.upper().replace(".", "-").replace("_", "-").replace(" ", "-")
+        super().__init__(f"E-REFUSED-{name}", sentence, **fields)
         self.rule = rule
         self.memory: Mapping[str, Any] | None = None
         """What the client remembers of it, where it must remember having refused."""

@@ -95,7 +95,7 @@ def evaluate_on_nodes(
         "refused": {str(rejection.client): rejection.reason for rejection in rejections},
     }
     if responses:
-        sums = scores.merge([validated_sums(response, len(classes)) for response in responses], len(classes))
+        sums = scores.merge_scores([validated_sums(response, len(classes)) for response in responses], len(classes))
         result["pooled"] = report(sums, metric_names, classes)
         result |= tables(sums, metric_names)
     folder.mkdir(parents=True, exist_ok=True)

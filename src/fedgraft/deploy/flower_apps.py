@@ -149,7 +149,7 @@ def run_simulation(config: Config, folder: Path, progress: Progress | None = Non
     from importlib.util import find_spec
 
     from fedgraft.config.load import to_toml
-    from fedgraft.engines.flower.wire import simulate
+    from fedgraft.engines.flower.wire import run_flower_simulation
 
     if find_spec("ray") is None:
         raise MissingExtra("ray", "simulation", "engine=flower-sim")
@@ -166,7 +166,7 @@ def run_simulation(config: Config, folder: Path, progress: Progress | None = Non
             errors.append(error)  # Flower would only report that there was one
 
     try:
-        simulate(server_app(main), client_app(_carry_out, settings), config.partition.clients)
+        run_flower_simulation(server_app(main), client_app(_carry_out, settings), config.partition.clients)
     except RuntimeError as error:
         if not errors:
             raise FedgraftError(

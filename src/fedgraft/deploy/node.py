@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedgraft.client.action import Phase
+from fedgraft.client.action import RunPhase
 from fedgraft.client.actions import ACTIONS
 from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle_or_refuse
@@ -178,9 +178,9 @@ class NodeRun:
         action = ACTIONS.get(action_name)
         if action is not None:
             phase = action.phase
-        if phase is Phase.HEAD or (action_name == "count" and self.opened is None):
+        if phase is RunPhase.HEAD or (action_name == "count" and self.opened is None):
             return self.setup.backbone_context
-        if phase is Phase.CALIBRATION:
+        if phase is RunPhase.CALIBRATION:
             return self.setup.scoring_context
         if self.opened is None:
             raise FedgraftError(

@@ -32,7 +32,7 @@ from fedgraft.deploy.deployed import load_own, parse_config
 from fedgraft.deploy.node_state import NodeState
 from fedgraft.engines.flower.node_link import WorkerRequest
 from fedgraft.privacy.secagg.client import as_tensor
-from fedgraft.privacy.secagg.keys import Identity, agreement, context, derive_key, public_key, sign, verify
+from fedgraft.privacy.secagg.keys import Identity, agreement, context, derive_key, public_key, sign, verify_signature
 
 ACTION = "preflight"
 ANSWERS_FILE = "answers.json"
@@ -141,7 +141,7 @@ def _peer_keys(keys: str, config: Config, client: int, identity: Identity) -> di
         peer_identity = signed_key[32:64]
         signature = signed_key[64:]
         identity.recognise(peer, peer_identity)
-        if not verify(peer_identity, signature, context(ACTION, config.digest, peer, public.hex())):
+        if not verify_signature(peer_identity, signature, context(ACTION, config.digest, peer, public.hex())):
             raise Refused(f"the key of client {peer} is not signed by it", "pinned_peers")
         peer_keys[peer] = public
     return peer_keys

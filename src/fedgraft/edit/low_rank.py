@@ -63,7 +63,7 @@ class LowRank:
     kind = "lora"
 
     def __post_init__(self) -> None:
-        ranges.check(self, "trainable.lora")
+        ranges.check_ranges(self, "trainable.lora")
         if self.budgets and (self.ranks or self.aggregate != "svd"):
             raise FedgraftError(
                 "E-EDIT-LORA-BUDGETS",

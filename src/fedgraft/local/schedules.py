@@ -14,7 +14,7 @@ from fedgraft.core.ranges import Inner, NotNegative, Number, Positive, Share, in
 from fedgraft.core.state import Schedule
 
 
-def constant(lr: float) -> Schedule:
+def constant_rate(lr: float) -> Schedule:
     """Return the same rate for the whole run."""
     return lambda t, total, history: lr
 
@@ -132,7 +132,7 @@ def warmed(schedule: Schedule, length: int, start: float = 0.0) -> Schedule:
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "none": constant,
+    "none": constant_rate,
     "cosine": cosine,
     "linear": linear,
     "lambda": exponential,

@@ -1,6 +1,6 @@
-"""Who may see what, as a strategy: `Clear`, `Secure`, `Private`, `SecureAndPrivate`.
+"""Privacy strategies: `Clear`, `Secure`, `Private`, `SecureAndPrivate`.
 
-A strategy says how a round is collected, how it advances, what is recorded and what is allowed. Other rooms ask it for
+A strategy says how a round is collected, how it advances, what is recorded and what is allowed. Other rooms call it for
 the behaviour they need; none of them takes it apart. `secure` and `private` put an algorithm under a strategy; they
 compose, and an algorithm that they cannot carry is refused when it is built.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -64,48 +64,66 @@ class DifferentialPrivacy:
     """Largest norm of an update; with `adaptive` where the bound starts."""
     adaptive: AdaptiveClip | None = None
     key: bytes = b""
-    """Key of the noise; whoever knows it can take the noise off."""
+    """Key of the noise; whoever knows it can subtract the noise."""
     bound: bool = False
-    """The noise follows from the sum too, as it should where the key is a secret; else from key and round alone."""
+    """The noise depends on the sum too, as it should where the key is a secret; else on key and round alone."""
 
     def link(self) -> UpdateLink:
-        """What clients do to their update: clip it to the order's bound, and say whether it was within."""
+        """Return the client's update link: clip to the request's bound, and report whether the update was within."""
+        reported = {}
+        if self.adaptive is not None:
+            reported = {"within": 1.0}
 
         def apply(update: Tensor, sending: Sending) -> tuple[Tensor, dict[str, float]]:
             clipped, within = clip(update, float(sending.settings["clip"]))
-            return clipped, {"within": float(within)} if self.adaptive is not None else {}
+            if self.adaptive is None:
+                return clipped, {}
+            return clipped, {"within": float(within)}
 
-        reports = {"within": 1.0} if self.adaptive is not None else {}
-        return UpdateLink("clip", apply, reports, whole=("within",), requires=NOTHING)
+        return UpdateLink("clip", apply, reported, whole=("within",), requires=NOTHING)
 
-    def advance(
-        self, step: Step, updates: list[Tensor], within: float, answered: int, rounding: float | None = None
-    ) -> ServerState:
-        """The clipped sum with noise over the fixed denominator. `rounding`: it came hidden, in steps of this size.
+    def advance_from_updates(self, step: Step, updates: Sequence[Tensor], within: float) -> ServerState:
+        """Return the state after the noised sum of updates that arrived in the clear, of which `within` were unclipped.
 
-        An empty round releases noise too: who was there is private.
+        An empty round releases noise too: who took part is private.
         """
-        state, length = step.state, len(step.state.vector)
-        total = torch.zeros(length, dtype=torch.float64)
-        for update in updates:  # what arrives in the clear is clipped again: a client may not have done it
-            total += update.double() if rounding is not None else clip(update, state.clip)[0].double()
-        mechanism, key = self.mechanism, bound_key(self.key, total) if self.bound else self.key
+        state = step.state
+        total = torch.zeros(len(state.vector), dtype=torch.float64)
+        for update in updates:  # clipped again: a client may not have done it
+            total += clip(update, state.clip)[0].double()
+        return self._release(step, total, within, len(updates), 0.0)
+
+    def advance_from_sum(
+        self, step: Step, total: Tensor, within: float, answered: int, rounding: float | None
+    ) -> ServerState:
+        """Return the state after a noised secure sum whose fixed-point numbers lie `rounding` apart."""
+        return self._release(step, total.double(), within, answered, rounding or 0.0)
+
+    def _release(self, step: Step, total: Tensor, within: float, answered: int, rounding: float) -> ServerState:
+        """Add noise to the clipped sum, divide it by the fixed denominator, and take the server's step."""
+        state = step.state
+        key = self.key
+        if self.bound:
+            key = bound_key(self.key, total)
+        mechanism = self.mechanism
         if self.adaptive is not None:
             mechanism = replace(mechanism, noise=self.adaptive.change_noise)
-        moved = sensitivity(state.clip, 1.0, rounding or 0.0, length)
-        update = mechanism.release(total, moved, key, state.round)
-        new = step.server_step(update, RoundInfo(mechanism.population, max(1, round(mechanism.expected))))
+        largest_change = sensitivity(state.clip, 1.0, rounding, len(state.vector))
+        update = mechanism.release(total, largest_change, key, state.round)
+        info = RoundInfo(mechanism.population, max(1, round(mechanism.expected)))
+        new_state = step.server_step(update, info)
         if self.adaptive is None:
-            return new
-        return replace(new, clip=self.adaptive.update(state.clip, within, answered, key, state.round))
+            return new_state
+        clip_bound = self.adaptive.update(state.clip, within, answered, key, state.round)
+        return replace(new_state, clip=clip_bound)
 
 
 @dataclass(frozen=True)
 class SumOptions:
-    """Options of a secure sum; they mean nothing where updates are in the clear."""
+    """Options of a secure sum; unused where updates are in the clear."""
 
     limit: float = 1.0
-    """Largest absolute value of a coordinate inside the sum; what is beyond is cut."""
+    """Largest absolute value of a coordinate inside the sum; larger ones are cut to it."""
     threshold: int | None = None
     """Shares needed to open a lost client's masks; None: two thirds of the holders."""
     degree: int | None = None
@@ -118,20 +136,37 @@ class SumOptions:
         return self.degree
 
 
-class CollectedSum(Protocol):
-    """What a private round advances from: the accepted updates, or the sum that secure aggregation opened."""
+@dataclass(frozen=True)
+class OpenedMean:
+    """What secure aggregation reveals of a round: means and sums over the clients that stayed to the end."""
+
+    update: Tensor | None = None
+    """Weighted mean of the updates, float32; None: the sum was aborted or never began."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Unweighted sums of auxiliary vectors."""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """Weighted means of the clients' scalars."""
+    survivors: tuple[int, ...] = ()
+    """The clients that are in it."""
+
+
+NOTHING_OPENED = OpenedMean()
+
+
+class CollectedRound(Protocol):
+    """What a strategy advances from: the accepted updates, or the mean that secure aggregation opened."""
 
     def clipped_updates(self) -> tuple[list[Tensor], float]:
         """Return the updates in the clear, and how many were within the clipping bound."""
         ...
 
-    def opened_mean(self) -> tuple[Tensor | None, Mapping[str, float], int]:
-        """Return the opened mean (None: aborted), its scalars, and how many clients are in it."""
+    def opened_mean(self) -> OpenedMean:
+        """Return what secure aggregation opened."""
         ...
 
     @property
     def rounding(self) -> float | None:
-        """Size of a step of the sum's fixed-point numbers."""
+        """Size of a step of the secure sum's fixed-point numbers."""
         ...
 
 
@@ -140,7 +175,7 @@ class Clear:
     """The server sees every update; nothing is noised."""
 
     links: tuple[UpdateLink, ...] = ()
-    """What the strategy adds to the client's chain of update links."""
+    """Update links that the strategy adds to the client's chain."""
     sum_options: SumOptions = SumOptions()
     name: ClassVar[str] = "clear aggregation"
     instead: ClassVar[str] = ""
@@ -150,7 +185,7 @@ class Clear:
 
     # How a round is collected.
     collects_sum = False
-    """The server sees only the sum over those who stay, never one client's update."""
+    """The server sees only the sum over the clients that stay, never one client's update."""
     drops_outliers = True
     """Updates that are far longer than usual are refused."""
     weighs_examples = True
@@ -162,7 +197,7 @@ class Clear:
     records_clients = True
     """The record of a round says who took part."""
     delivers_best_round = True
-    """The best round by validation is delivered; else the last one, which is what the account speaks of."""
+    """The best round by validation is delivered; else the last one, which is the one that the account covers."""
     answers_only_accounted = False
     """Clients answer nothing that the privacy account does not cover."""
     keeps_statistics_fixed = False
@@ -186,20 +221,24 @@ class Clear:
         """Return the step of the secure sum's fixed-point numbers where the noise must cover it."""
         return None
 
-    def advance(self, step: Step, collected: CollectedSum) -> ServerState | None:
-        """Return the next state where the strategy releases a noised sum; None: the algorithm advances by itself."""
+    def advance(self, step: Step, collected: CollectedRound) -> ServerState | None:
+        """Return the next state where the server works on a sum; None: there is none, or updates are in the clear."""
         return None
+
+    def round_notes(self, survivors: Sequence[int], cut: int) -> dict[str, object]:
+        """Return what the record of a round says of an opened secure sum; nothing where there is no sum."""
+        return {}
 
     def labels(self) -> list[str]:
         """Name the protections, for a line of the log."""
         return []
 
     def identity_words(self) -> list[str]:
-        """Return what tells the results of this strategy's sums from those in the clear: rounding changes last bits."""
+        """Return words that mark results as rounded differently from those in the clear, for cache identities."""
         return []
 
     def uncovered(self) -> list[str]:
-        """Return what an epsilon does not speak about; nothing without one."""
+        """Return what an epsilon does not cover; nothing without one."""
         return []
 
     @property
@@ -210,7 +249,7 @@ class Clear:
 
 @dataclass(frozen=True)
 class Secure(Clear):
-    """Secure aggregation: five stages instead of one, and the server opens only the sum over those who stay."""
+    """Secure aggregation: five stages instead of one, and the server opens only the sum over the survivors."""
 
     name: ClassVar[str] = "secure aggregation"
     instead: ClassVar[str] = "privacy.aggregation='clear'"
@@ -218,6 +257,22 @@ class Secure(Clear):
     provides: ClassVar[Capabilities] = IN_A_SUM
     collects_sum = True
     flags_cut_numbers = True
+
+    def advance(self, step: Step, collected: CollectedRound) -> ServerState | None:
+        """Return the state after the opened mean; None: the sum was aborted, or too few clients are in it."""
+        opened = collected.opened_mean()
+        count = len(opened.survivors)
+        if opened.update is None or count < max(1, step.federation.minimum_answers):
+            return None
+        info = RoundInfo(step.federation.clients, count, step.lr, opened.sums, opened.scalars)
+        return step.server_step(opened.update, info)
+
+    def round_notes(self, survivors: Sequence[int], cut: int) -> dict[str, object]:
+        """Return who is in the sum, and how many clients had to cut numbers."""
+        notes: dict[str, object] = {"clients": {"ids": list(survivors)}}
+        if cut:
+            notes["cut"] = cut
+        return notes
 
     def labels(self) -> list[str]:
         """Name the protection."""
@@ -258,10 +313,10 @@ class Private(Clear):
         """Return the clipping bound of the round."""
         return {"clip": clip_bound}
 
-    def advance(self, step: Step, collected: CollectedSum) -> ServerState | None:
+    def advance(self, step: Step, collected: CollectedRound) -> ServerState | None:
         """Return the state after the noised sum of clipped updates; also when nobody answered."""
         updates, within = collected.clipped_updates()
-        return self.dp.advance(step, updates, within, len(updates))
+        return self.dp.advance_from_updates(step, updates, within)
 
     def labels(self) -> list[str]:
         """Name the protection."""
@@ -289,12 +344,12 @@ class SecureAndPrivate(Private):
         """Return the step of the update's fixed-point numbers, which adds to the sensitivity."""
         return Ring(segments, self.dp.mechanism.population).step("update")
 
-    def advance(self, step: Step, collected: CollectedSum) -> ServerState | None:
+    def advance(self, step: Step, collected: CollectedRound) -> ServerState | None:
         """Return the state after the noised sum that secure aggregation opened; also when it was aborted."""
         total, counted = bounded_sum(collected, step.state.clip, len(step.state.vector))
-        _, scalars, _ = collected.opened_mean()
-        within = min(max(0.0, scalars.get("within", 0.0) * counted), float(counted))
-        return self.dp.advance(step, [total], within, counted, collected.rounding)
+        share_within = collected.opened_mean().scalars.get("within", 0.0)
+        within = min(max(0.0, share_within * counted), float(counted))
+        return self.dp.advance_from_sum(step, total, within, counted, collected.rounding)
 
     def labels(self) -> list[str]:
         """Name both protections."""
@@ -309,17 +364,20 @@ class SecureAndPrivate(Private):
         return [*NOT_COVERED, *HIDDEN_NOT_COVERED]
 
 
-def bounded_sum(collected: CollectedSum, clip_bound: float, length: int) -> tuple[Tensor, int]:
+def bounded_sum(collected: CollectedRound, clip_bound: float, length: int) -> tuple[Tensor, int]:
     """Return the sum behind an opened mean, and how many clients it counts: one less than are in it.
 
     A cohort of one gives nothing and one of two would give both: one client would move the sum by two. Counting one
     less than there are, (n - 1) times the mean, keeps every such step within one client's share. A sum that is longer
     than clipped updates can give is not used.
     """
-    mean, _, clients = collected.opened_mean()
+    opened = collected.opened_mean()
+    clients = len(opened.survivors)
     counted = max(0, clients - 1)
     rounding = collected.rounding or 0.0
-    total = torch.zeros(length) if mean is None else mean * counted
+    total = torch.zeros(length)
+    if opened.update is not None:
+        total = opened.update * counted
     longest = counted * (clip_bound + rounding * math.sqrt(length)) * 1.001
     if float(torch.linalg.vector_norm(total.double())) > longest:
         log.warning("the secure sum is longer than clipped updates give: a client did not clip; nothing is used")
@@ -355,5 +413,5 @@ def private(algorithm: Algorithm, dp: DifferentialPrivacy) -> Algorithm:
         strategy = SecureAndPrivate(links=(link,), sum_options=current.sum_options, dp=dp)
     else:
         strategy = Private(links=(link,), dp=dp)
-    other_links = tuple(old for old in algorithm.update if old not in current.links)
+    other_links = [old_link for old_link in algorithm.update if old_link not in current.links]
     return replace(algorithm, privacy=strategy, update=(*other_links, link))

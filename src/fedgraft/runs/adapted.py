@@ -15,7 +15,7 @@ from fedgraft.config.load import from_folder
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.lora import adapter_layers as adapters
-from fedgraft.edit.lora import merge
+from fedgraft.edit.lora import merge_lora
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs import checkpoint
 from fedgraft.runs.checkpoint import Checkpoint
@@ -57,7 +57,7 @@ class Adapted:
         """A copy of the network with low-rank factors, where there are some, merged into the weights."""
         network = copy.deepcopy(self.network)
         if adapters(network):
-            merge(network)
+            merge_lora(network)
         return network
 
 

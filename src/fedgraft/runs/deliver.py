@@ -10,8 +10,8 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 from fedgraft.edit import edit_file
 from fedgraft.models.card import Card
-from fedgraft.models.export import atomic_folder, check_free, export, write_labels
-from fedgraft.report.values import epsilon
+from fedgraft.models.export import atomic_folder, check_free, export_model, write_labels
+from fedgraft.report.values import format_epsilon
 from fedgraft.runs.adapted import Adapted, adapted
 from fedgraft.runs.edit_files import edit_of
 from fedgraft.runs.folder import RunFolder
@@ -37,7 +37,7 @@ def deliver(found: Adapted, summary: Summary, to: Path | str, kind: str = "merge
 
 def _merged(found: Adapted, card: Card, to: Path, name: str) -> Path:
     """The network as it was trained, factors merged, with the very preprocessing of its training."""
-    return export(found.plain(), to, found.classes, found.setup.task.transform.preprocessor, card.text())
+    return export_model(found.plain(), to, found.classes, found.setup.task.transform.preprocessor, card.text())
 
 
 def _adapter(found: Adapted, card: Card, to: Path, name: str) -> Path:
@@ -53,7 +53,7 @@ def _edit(found: Adapted, card: Card, to: Path, name: str) -> Path:
     """What training did to the base as one small file, `adapted.edit`."""
     edit = edit_of(found, name)
     with atomic_folder(to) as made:
-        edit_file.save(edit, made / "adapted.edit")
+        edit_file.save_edit(edit, made / "adapted.edit")
         write_labels(made, found.classes)
         (made / "README.md").write_text(card.text("edit"), encoding="utf-8")
     return to
@@ -117,7 +117,7 @@ def _protection(found: Adapted, summary: Summary) -> str:
     told += [summary["protection"]] if "protection" in summary else []
     if "privacy" in summary:
         account = summary["privacy"]
-        told.append(f"epsilon {epsilon(account['epsilon'])} at delta {account['delta']:.3g}, per client")
+        told.append(f"epsilon {format_epsilon(account['epsilon'])} at delta {account['delta']:.3g}, per client")
         told += [f"not covered: {text}" for text in summary["privacy"].get("not_covered", [])]
     else:
         told.append("no noise was added" if privacy.noise is None else "noise was added")

@@ -102,12 +102,12 @@ class Base:
 
 def apply_to_folder(edit: Edit, base: Base, to: Path, scale: float = 1.0) -> Path:
     """Write base + scale * edit as a `transformers` folder; a base the edit does not fit is refused."""
-    from fedgraft.models.export import export
+    from fedgraft.models.export import export_model
 
     network, names, preprocessor = base.load(edit)
-    task.apply(network, edit, scale)
+    task.apply_edit(network, edit, scale)
     card = Card(f"{base.model} with the edit {edit.name}", "see the edit", network.source, network.licence)
-    return export(network, to, names, preprocessor, card.text())
+    return export_model(network, to, names, preprocessor, card.text())
 
 
 WAYS: Mapping[str, tuple[str, ...]] = {
@@ -194,11 +194,11 @@ def add_files(
     files: Sequence[Path], scales: Sequence[float] | None, to: Path, half: bool = False, how: How | None = None
 ) -> Edit:
     """Edits of one base as one new file: their sum, or what a merging rule makes of them."""
-    edits, how = [task_file.load(file) for file in files], how or How()
+    edits, how = [task_file.load_edit(file) for file in files], how or How()
     if how.rule != "sum" and scales and not (min(scales) >= 0 < sum(scales) < math.inf):
         raise FedgraftError(f"--how {how.rule} is a mean, so --scales are weights: give none below 0, and not only 0.")
-    total = task.add(edits, scales, merge=how.merge(edits))
-    task_file.save(total, to, half)
+    total = task.add_edits(edits, scales, merge=how.merge(edits))
+    task_file.save_edit(total, to, half)
     return total
 
 
@@ -208,4 +208,4 @@ def sweep_on_run(edit: Edit, folder: Path, lambdas: Sequence[float]) -> list[tup
     rows, images = found.setup.task.data.validation_rows, found.setup.task.train_images
     if not len(rows):
         raise FedgraftError(f"{folder} held out no validation images to choose a strength by; set data.validation.")
-    return task.sweep(found.base(), edit, lambdas, lambda network: evaluate(network, images, rows))
+    return task.sweep_scale(found.base(), edit, lambdas, lambda network: evaluate(network, images, rows))

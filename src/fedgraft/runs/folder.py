@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import logging_to, make_folder, plain, repair, take_lock, write_text
+from fedgraft.core.files import json_ready, logging_to, make_folder, repair, take_lock, write_text
 from fedgraft.report.run_record import RunRecord
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class RunFolder(RunRecord):
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Add one round to the metrics in one write; numbers JSON cannot hold (NaN, infinity) become null."""
-        view = memoryview(json.dumps(plain(line), separators=(",", ":")).encode() + b"\n")
+        view = memoryview(json.dumps(json_ready(line), separators=(",", ":")).encode() + b"\n")
         descriptor = self._writable()
         before = os.fstat(descriptor).st_size
         try:
@@ -146,7 +146,7 @@ class RunFolder(RunRecord):
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the final results; a run that ends without them counts as interrupted."""
         self.sync()
-        self._write_json("summary.json", plain(summary))
+        self._write_json("summary.json", json_ready(summary))
         self._finished = True
 
     def _full(self, error: OSError) -> FedgraftError:

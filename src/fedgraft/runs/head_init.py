@@ -35,7 +35,7 @@ from fedgraft.runs.open_run import claims_of
 from fedgraft.runs.setup import RunSetup
 from fedgraft.server.collect import Engine
 from fedgraft.server.example_counts import ExampleCounts
-from fedgraft.server.expected import counted, counts, replies_to
+from fedgraft.server.expected import count_weights, expected_counts, valid_responses
 from fedgraft.server.secure_sum import Sums
 
 log = logging.getLogger("fedgraft")
@@ -191,8 +191,8 @@ class RemoteScorer:
         """Return (accuracy, loss) of each head over the images of all clients."""
         models = {"heads": torch.stack(list(heads)).double()}
         requests = [Request(self.run, -1, client, "count", auxiliary=models) for client in self.clients]
-        expected = counts(requests, len(heads), self.example_counts, "validation")
-        responses = replies_to(self.engine.exchange, requests, expected)
+        expected = expected_counts(requests, len(heads), self.example_counts, "validation")
+        responses = valid_responses(self.engine.exchange, requests, expected)
         evaluations = sum_counts(responses, self.example_counts, "validation")
         self.count = max(1, evaluations[0].count)
         return [(evaluation.accuracy, evaluation.loss) for evaluation in evaluations]
@@ -203,7 +203,7 @@ def sum_counts(responses: Sequence[Response], example_counts: ExampleCounts, spl
 
     The columns are: right, right among the first five, sum of losses, images.
     """
-    weights = counted(responses, example_counts, split)
+    weights = count_weights(responses, example_counts, split)
     total = torch.zeros(1, 4).double()
     for response in responses:
         total = total + response.sums["counts"] * weights[response.client]

@@ -28,8 +28,7 @@ from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.setup import RunSetup
 from fedgraft.server.collect import Engine
 from fedgraft.server.example_counts import ExampleCounts
-from fedgraft.server.expected import counts, evaluation, replies_to
-from fedgraft.server.expected import name as log_rejections
+from fedgraft.server.expected import expected_counts, expected_evaluation, log_rejections, valid_responses
 from fedgraft.server.secure_sum import Sums
 from fedgraft.server.validate import Field, Rejection, validate_responses
 
@@ -168,13 +167,13 @@ class Measure:
             )
         prefixes = ("",) if self.needs_sums else ()
         fields, implausible = self._score_fields(prefixes)
-        expected = counts(requests, 1, self.example_counts, split, fields, implausible)
-        responses = replies_to(self.engine.exchange, requests, expected)
+        expected = expected_counts(requests, 1, self.example_counts, split, fields, implausible)
+        responses = valid_responses(self.engine.exchange, requests, expected)
         plain = sum_counts(responses, self.example_counts, split)[0]
         if not self.needs_sums:
             return Measurement(plain, {})
         sums = [validated_sums(response, classes) for response in responses]
-        return Measurement(plain, scores.merge(sums, classes))
+        return Measurement(plain, scores.merge_scores(sums, classes))
 
     def _measure_by_hidden_sum(self, vector: Tensor, round: int, split: str, clients: Sequence[int]) -> Measurement:
         """Measure the common model by a secure sum of the clients' scores."""
@@ -184,7 +183,7 @@ class Measure:
         setup = self.setup
         asking = Sums(self.engine.exchange, setup.federation.run, clients, setup.task.network, setup.algorithm.privacy)
         # Clients serve each number once, and a resumed run repeats it.
-        asking.asked = 2 * round + (split == "test")
+        asking.requested = 2 * round + (split == "test")
         sums = asking.ask(action_named("scores"), vector, {"split": split})
         if not sums["confusion"].sum():
             raise _no_images(split)
@@ -252,7 +251,7 @@ class Measure:
             if is_finetuned:
                 prefixes.append(FINETUNED)
         fields, implausible = self._score_fields(prefixes)
-        expected = evaluation(requests, self.example_counts, is_finetuned, fields, implausible)
+        expected = expected_evaluation(requests, self.example_counts, is_finetuned, fields, implausible)
         accepted, rejections = validate_responses(self.engine.exchange(requests), expected)
         log_rejections(rejections, "evaluate")
         responses = [item.response for item in accepted if item.response.metrics["count"]]

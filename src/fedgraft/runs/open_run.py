@@ -36,7 +36,7 @@ from fedgraft.runs.kept import PartialSum, kept_tensors
 from fedgraft.runs.setup import RunSetup
 from fedgraft.server.collect import ServerContext
 from fedgraft.server.example_counts import ExampleCounts
-from fedgraft.server.expected import mask, replies_to, same_share
+from fedgraft.server.expected import expected_mask, masks_of_usual_share, valid_responses
 
 log = logging.getLogger("fedgraft")
 COUNTS = "class_counts"
@@ -181,8 +181,9 @@ class FederationAsk:
         """The mask over so many coordinates that every client answers by itself."""
         asked = self._sums
         requests = [Request(asked.run, -1, k, action, "", vector, {}, dict(settings)) for k in asked.clients]
-        expected = mask(requests, claims_of(self.setup.task.data), coordinates)
-        return {r.client: r.evidence for r in same_share(replies_to(asked.exchange, requests, expected))}
+        expected = expected_mask(requests, claims_of(self.setup.task.data), coordinates)
+        responses = masks_of_usual_share(valid_responses(asked.exchange, requests, expected))
+        return {response.client: response.evidence for response in responses}
 
     def cached(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What this machine kept from making the same for the same network and data, else what `make` gives now."""

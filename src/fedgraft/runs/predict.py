@@ -19,7 +19,7 @@ from fedgraft.data.pixels.rule import Unreadable
 from fedgraft.data.pixels.transforms import Transform, rule_for
 from fedgraft.data.sources import Dataset, open_path
 from fedgraft.data.sources.assemble import readable
-from fedgraft.local.features import look
+from fedgraft.local.features import evaluate_batch
 from fedgraft.metrics import scores
 from fedgraft.metrics.metrics import Metric, compute
 from fedgraft.models.backbones import load_network
@@ -103,7 +103,7 @@ class Predictor:
         if not batch:
             return []
         pixels = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
-        logits = look(self.network, self.transform(pixels), self.network)
+        logits = evaluate_batch(self.network, self.transform(pixels), self.network)
         rows = logits.softmax(1).cpu()
         # By the logits: probabilities may round to the same number where logits differ.
         likeliest = scores.predicted_classes(logits.float()).tolist()
@@ -118,10 +118,10 @@ class Predictor:
         total = len(self.classes)
 
         def counted(rows: Tensor) -> dict[str, Tensor]:
-            seen = look(self.network, examples.batch(rows), lambda x: self.network(x, examples.entry))
-            return scores.count(seen.float().cpu(), examples.labels[rows], total)
+            seen = evaluate_batch(self.network, examples.batch(rows), lambda x: self.network(x, examples.entry))
+            return scores.count_scores(seen.float().cpu(), examples.labels[rows], total)
 
-        sums = scores.merge((counted(rows) for rows in torch.arange(len(examples)).split(BATCH)), total)
+        sums = scores.merge_scores((counted(rows) for rows in torch.arange(len(examples)).split(BATCH)), total)
         return Measured(len(examples), compute(sums, self.classes), tuple(self.classes), tuple(skipped))
 
     def evaluate(self, data: Dataset | str | Path) -> Measured:

@@ -19,7 +19,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import plain, read_metrics, repair, without_timing, write_text
+from fedgraft.core.files import json_ready, read_metrics, repair, without_timing, write_text
 from fedgraft.runs import checkpoint
 from fedgraft.runs.checkpoint import BadCheckpoint
 
@@ -50,7 +50,7 @@ def _content(tensor: Tensor, known: Known) -> str:
 
 def line_digest(line: Mapping[str, Any]) -> str:
     """Identity of a line of metrics.jsonl, but for its times."""
-    return hashlib.sha256(_text(without_timing([plain(line)])[0]).encode()).hexdigest()
+    return hashlib.sha256(_text(without_timing([json_ready(line)])[0]).encode()).hexdigest()
 
 
 def _text(entry: Mapping[str, Any]) -> str:
@@ -92,7 +92,7 @@ class RoundLog:
         self.known = {key: seen for key, seen in self.known.items() if seen[0]() is not None}
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(self._line({**told, "model": model, **plain(more)}))
+                file.write(self._line({**told, "model": model, **json_ready(more)}))
         except OSError as error:
             raise FedgraftError(
                 f"{self.path} could not be written ({error.strerror}); make room and resume."

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.core.files import plain
+from fedgraft.core.files import json_ready
 from fedgraft.report.html import csv_row, flatten
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class TensorBoard:
         except ImportError as error:
             raise MissingExtra("tensorboard", "tensorboard", "the TensorBoard tracker") from error
         self.writer = SummaryWriter(str(self.folder), purge_step=after + 1 if after else None)
-        self.writer.add_text("config", f"```\n{json.dumps(plain(config), indent=2)}\n```")
+        self.writer.add_text("config", f"```\n{json.dumps(json_ready(config), indent=2)}\n```")
 
     def log(self, round: int, metrics: Mapping[str, Any]) -> None:
         """One scalar per number."""
@@ -90,13 +90,13 @@ class Wandb:
             import wandb
         except ImportError as error:
             raise MissingExtra("wandb", "wandb", "the Weights & Biases tracker") from error
-        known = json.dumps([name, plain(config)], sort_keys=True).encode()
+        known = json.dumps([name, json_ready(config)], sort_keys=True).encode()
         mode: Any = os.environ.get("WANDB_MODE", "offline")
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "fedgraft"),
             name=name,
             dir=str(self.folder),
-            config=plain(config),
+            config=json_ready(config),
             id=hashlib.blake2b(known, digest_size=8).hexdigest(),
             resume="allow",
             mode=mode,
@@ -132,7 +132,7 @@ class MLflow:
         found = self.client.get_experiment_by_name(project)
         experiment = found.experiment_id if found else self.client.create_experiment(project)
         self.run = self.client.create_run(experiment, run_name=name, tags={"resumed_after": str(after)}).info.run_id
-        for key, value in flatten(plain(config)).items():
+        for key, value in flatten(json_ready(config)).items():
             self.client.log_param(self.run, key, str(value)[:500])
 
     def log(self, round: int, metrics: Mapping[str, Any]) -> None:
@@ -205,11 +205,11 @@ def require(names: Iterable[str]) -> None:
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a metrics line, flat, without the round itself and without gaps."""
-    return _floats({key: value for key, value in csv_row(plain(metrics)).items() if key != "round"})
+    return _floats({key: value for key, value in csv_row(json_ready(metrics)).items() if key != "round"})
 
 
 def _floats(values: Mapping[str, Any]) -> dict[str, float]:
-    return {k: float(v) for k, v in plain(values).items() if isinstance(v, int | float)}
+    return {k: float(v) for k, v in json_ready(values).items() if isinstance(v, int | float)}
 
 
 def _first_line(error: Exception) -> str:

@@ -7,7 +7,7 @@ import math
 from fedgraft.config.build import budget
 from fedgraft.core.capabilities import Capability
 from fedgraft.privacy.accounting import LARGE_EPSILON, gaussian_epsilon
-from fedgraft.report.values import epsilon
+from fedgraft.report.values import format_epsilon
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.setup import RunSetup
@@ -82,7 +82,7 @@ def _unprotected(setup: RunSetup) -> list[str]:
     if account is not None and account.epsilon > LARGE_EPSILON:
         found.append(
             f"privacy.dp.noise={account.noise:g} gives no meaningful guarantee: after {account.planned} rounds epsilon "
-            f"is {epsilon(account.epsilon)}; raise the noise or set privacy.dp.epsilon"
+            f"is {format_epsilon(account.epsilon)}; raise the noise or set privacy.dp.epsilon"
         )
     for shown in (w for w in a.wants if w.name == "representation" and w.options.get("noise")):
         found.append(_shown(setup, int(shown.options["samples"]), float(shown.options["noise"])))

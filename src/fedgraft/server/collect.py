@@ -19,8 +19,9 @@ from fedgraft.algorithms.algorithm import Algorithm, secure_segments
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.messages import Request, Response, unpack_bits, wire_size
 from fedgraft.core.state import Federation, ServerState
+from fedgraft.privacy.protection import NOTHING_OPENED, OpenedMean
 from fedgraft.server.example_counts import ExampleCounts
-from fedgraft.server.secure_sum import HiddenSum, secure_sum
+from fedgraft.server.secure_sum import SecureRound, secure_sum
 from fedgraft.server.validate import (
     Accepted,
     Arrival,
@@ -32,17 +33,26 @@ from fedgraft.server.validate import (
     without_outliers,
 )
 
-__all__ = ["Arrival", "Collected", "Engine", "ServerContext", "collect", "describe", "expectation", "relative_drift"]
+__all__ = [
+    "Arrival",
+    "Collected",
+    "Engine",
+    "ServerContext",
+    "collect",
+    "describe_clients",
+    "expectation",
+    "relative_drift",
+]
 log = logging.getLogger("fedgraft")
 EVIDENCE = 1e9
-"""Largest absolute value in a tensor that a client shows by itself: products of larger ones overflow."""
+"""Largest absolute value in a tensor that a client reports by itself: products of larger ones overflow."""
 
 
 class Engine(Protocol):
     """Where requests are carried out. Answers may be missing, late, doubled or hostile, in any order."""
 
     def exchange(self, requests: Sequence[Request]) -> Iterable[Arrival]:
-        """Deliver the requests and return what came back; (client, sentence) says why a client did not answer."""
+        """Deliver the requests and return the responses; (client, sentence) says why a client did not answer."""
         ...
 
 
@@ -88,16 +98,19 @@ class ServerContext:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a round brought: the answers by client, or the hidden sum; who was rejected; what it cost."""
+    """What a round brought: the responses by client, or an opened sum; who was rejected; the traffic."""
 
     answers: Answers
     accepted: Sequence[Accepted] = ()
-    hidden: HiddenSum | None = None
+    opened: OpenedMean = NOTHING_OPENED
+    """What secure aggregation opened; empty where responses are in the clear."""
     rejections: tuple[Rejection, ...] = ()
     bytes_up: int = 0
     bytes_down: int = 0
     rounding: float | None = None
-    """Size of a step of the hidden sum's fixed-point numbers."""
+    """Size of a step of the secure sum's fixed-point numbers."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What the record of the round says of a secure sum: who is in it, or that it was aborted."""
 
     @property
     def count(self) -> int:
@@ -107,32 +120,17 @@ class Collected:
     @property
     def used(self) -> set[int]:
         """The clients whose updates go into the step."""
-        if self.hidden is not None:
-            return set(self.hidden.survivors)
-        return {item.response.client for item in self.accepted}
-
-    def notes(self) -> dict[str, Any]:
-        """Return what a hidden sum says for the record: who is in it, or that it was aborted."""
-        if self.hidden is None:
-            return {}
-        if self.hidden.asked and self.hidden.update is None:
-            return {"aborted": True}
-        if self.rounding is not None:  # under differential privacy the cohort is nobody's business
-            return {}
-        notes: dict[str, Any] = {"clients": {"ids": list(self.hidden.survivors)}}
-        if self.hidden.cut:
-            notes["cut"] = self.hidden.cut
-        return notes
+        in_the_clear = {item.response.client for item in self.accepted}
+        return in_the_clear.union(self.opened.survivors)  # one of the two is empty
 
     def clipped_updates(self) -> tuple[list[Tensor], float]:
         """Return the updates in the clear, and how many were within the clipping bound."""
-        within = sum(a.response.scalars.get("within", 0.0) for a in self.accepted)
+        within = sum(item.response.scalars.get("within", 0.0) for item in self.accepted)
         return list(self.answers.updates), within
 
-    def opened_mean(self) -> tuple[Tensor | None, Mapping[str, float], int]:
-        """Return the mean that the secure sum opened (None: aborted), its scalars, and how many clients are in it."""
-        assert self.hidden is not None
-        return self.hidden.update, self.hidden.scalars, self.count
+    def opened_mean(self) -> OpenedMean:
+        """Return the mean that secure aggregation opened."""
+        return self.opened
 
 
 def collect(
@@ -174,10 +172,10 @@ def collect(
 def _collect_sum(
     algorithm: Algorithm, federation: Federation, requests: list[Request], engine: Engine, context: ServerContext
 ) -> Collected:
-    """Carry the requests through the stages of a secure sum; the server sees only the sum over those who stay."""
-    hidden = HiddenSum()
+    """Carry the requests through the stages of a secure sum; the server sees only the sum over the survivors."""
+    outcome = SecureRound()
     if requests:
-        hidden = secure_sum(
+        outcome = secure_sum(
             algorithm,
             federation,
             requests,
@@ -186,13 +184,24 @@ def _collect_sum(
             context.trained,
             context.example_counts,
         )
-    lost = tuple(Rejection(client, reason) for client, reason in hidden.lost.items())
+    lost = [Rejection(client, reason) for client, reason in outcome.lost.items()]
+    notes = algorithm.privacy.round_notes(outcome.opened.survivors, outcome.cut)
+    if outcome.aborted:
+        notes = {"aborted": True}
     no_answers = Answers((), torch.zeros(0, dtype=torch.float64), ())
     rounding = None
-    if algorithm.privacy.noise is not None:  # also where nobody was asked: no link depends on settings under privacy
+    if algorithm.privacy.noise is not None:  # also without requests: no link depends on settings under privacy
         segments = secure_segments(algorithm, context.length, context.trained, {})
         rounding = algorithm.privacy.rounding(segments)
-    return Collected(no_answers, (), hidden, lost, hidden.bytes_up, hidden.bytes_down, rounding)
+    return Collected(
+        no_answers,
+        opened=outcome.opened,
+        rejections=tuple(lost),
+        bytes_up=outcome.bytes_up,
+        bytes_down=outcome.bytes_down,
+        rounding=rounding,
+        notes=notes,
+    )
 
 
 def expectation(
@@ -274,7 +283,7 @@ def read_answers(accepted: Sequence[Accepted], state: ServerState, context: Serv
             active.append(unpack_bits(active_bits, context.trained))
     updates = [item.update for item in accepted if item.update is not None]
     if active:
-        updates = [spread(update, coordinates) for update, coordinates in zip(updates, active, strict=True)]
+        updates = [spread_update(update, coordinates) for update, coordinates in zip(updates, active, strict=True)]
     example_counts = [context.example_counts.counted(item.response.examples) for item in accepted]
     return Answers(
         tuple(item.response.client for item in accepted),
@@ -291,14 +300,14 @@ def read_answers(accepted: Sequence[Accepted], state: ServerState, context: Serv
     )
 
 
-def spread(update: Tensor, active: Tensor) -> Tensor:
+def spread_update(update: Tensor, active: Tensor) -> Tensor:
     """Return an update of the active coordinates as one of all coordinates, zero elsewhere."""
     full = torch.zeros(len(active))
     full[active] = update
     return full
 
 
-def describe(answers: Answers, collected: Collected, weights: Tensor, advanced: Advanced) -> dict[str, Any]:
+def describe_clients(answers: Answers, collected: Collected, weights: Tensor, advanced: Advanced) -> dict[str, Any]:
     """Return the numbers of a round by client: loss, update norm, drift, cosine to the mean."""
     shares = weights / weights.sum()
     drift = drift_report(answers.updates, advanced.update[: len(answers.updates[0])])

@@ -1,4 +1,4 @@
-"""What replies of each kind look like when nobody lies: counts, evaluations, masks. Training's is in `collect.py`."""
+"""Expectations of valid responses by kind: counts, evaluations, masks. That of training is in `collect.py`."""
 
 from __future__ import annotations
 
@@ -17,103 +17,131 @@ from fedgraft.server.validate import MOST_EXAMPLES, Expectation, Field, Range, R
 
 log = logging.getLogger("fedgraft")
 
-SHARE, LOSS = Range(0.0, 1.0), Range(0.0)
-_NUMBER = Range(0.0, MOST_EXAMPLES, whole=True)
+SHARE = Range(0.0, 1.0)
+LOSS = Range(0.0)
+_WHOLE_NUMBER = Range(0.0, MOST_EXAMPLES, whole=True)
 
 
-def asked(requests: Sequence[Request], example_counts: ExampleCounts | None = None, **more: Any) -> Expectation:
-    """Replies to these orders, which are alike but for the client."""
-    first, clients = requests[0], frozenset(request.client for request in requests)
-    return Expectation(first.run, first.round, clients, first.space, example_counts=example_counts, **more)
+def _nothing_implausible(response: Response) -> str:
+    return ""
 
 
-def replies_to(
+def expect_responses(
+    requests: Sequence[Request], example_counts: ExampleCounts | None = None, **fields: Any
+) -> Expectation:
+    """Return the expectation of responses to these requests, which are alike but for the client."""
+    first = requests[0]
+    clients = frozenset(request.client for request in requests)
+    return Expectation(first.run, first.round, clients, first.space, example_counts=example_counts, **fields)
+
+
+def valid_responses(
     exchange: Callable[[Sequence[Request]], Iterable[Any]], requests: Sequence[Request], expected: Expectation
 ) -> list[Response]:
-    """Carry the orders out; the good replies in client order. Who did not answer, or lied, is named in the log."""
+    """Exchange the requests and return the valid responses in client order; log who was silent or invalid."""
     accepted, rejections = validate_responses(exchange(requests), expected)
-    name(rejections, requests[0].action)
-    return [one.response for one in accepted]
+    log_rejections(rejections, requests[0].action)
+    return [item.response for item in accepted]
 
 
-def name(rejections: Iterable[Rejection], what: str) -> None:
-    """Say in the log who is left out of what, and why."""
-    for one in rejections:
-        log.warning("client %d is left out of %s: %s", one.client, what, one.reason)
+def log_rejections(rejections: Iterable[Rejection], purpose: str) -> None:
+    """Log which clients are left out of `purpose`, and why."""
+    for rejection in rejections:
+        log.warning("client %d is left out of %s: %s", rejection.client, purpose, rejection.reason)
 
 
-def counts(
+def expected_counts(
     requests: Sequence[Request],
     models: int,
     example_counts: ExampleCounts,
     split: str,
     sums: Mapping[str, Field] | None = None,
-    lie: Callable[[Response], str] = lambda response: "",
+    implausible: Callable[[Response], str] = _nothing_implausible,
 ) -> Expectation:
-    """Counts of so many models, (models, 4): right, among the first five, sum of losses, images; further sums with it.
+    """Return the expectation of counts (models, 4): right, among the first five, sum of losses, images.
 
-    The number of images is the same for all models, and in every reply about the same split.
+    `sums` may come with them. The number of images is the same for all models, and in every response about the same
+    split.
     """
 
     def claims(response: Response) -> dict[str, float]:
-        return {"examples": response.examples, f"{split} images": float(response.sums["counts"][0, 3])}
+        images = float(response.sums["counts"][0, 3])
+        return {"examples": response.examples, f"{split} images": images}
 
     def check(response: Response) -> str:
-        return lie(response) if plausible(response.sums["counts"]) else "counted what cannot be"
+        if not plausible(response.sums["counts"]):
+            return "inconsistent counts"
+        return implausible(response)
 
     fields = {"counts": Field((models, 4), torch.float64), **(sums or {})}
-    return asked(requests, example_counts, sums=fields, claims=claims, check=check)
+    return expect_responses(requests, example_counts, sums=fields, claims=claims, check=check)
 
 
 def plausible(counts: Tensor) -> bool:
-    """Whether counts (n, 4) can be: whole, in order, about the same images; a loss that is not negative."""
-    right, near, loss, images = counts.unbind(1)
-    ordered = (right >= 0) & (right <= near) & (near <= images) & (loss >= 0) & (images <= MOST_EXAMPLES)
+    """Return whether counts (n, 4) are possible: whole, ordered, about the same images, with losses from 0."""
+    right, among_five, loss, images = counts.unbind(1)
+    ordered = (right >= 0) & (right <= among_five) & (among_five <= images) & (loss >= 0) & (images <= MOST_EXAMPLES)
     whole = (counts[:, [0, 1, 3]] % 1 == 0).all()
     return bool(ordered.all() and whole and (images == images[0]).all())
 
 
-def counted(responses: Sequence[Response], example_counts: ExampleCounts, split: str) -> dict[int, float]:
-    """The weight of each client's counts: 1, or less where it claims far more images than the others have."""
-    images = {response.client: float(response.sums["counts"][0, 3]) for response in responses}
-    return {k: example_counts.counted(n, f"{split} images") / n if n else 1.0 for k, n in images.items()}
+def count_weights(responses: Sequence[Response], example_counts: ExampleCounts, split: str) -> dict[int, float]:
+    """Return the weight of each client's counts: 1, or less where it claims far more images than the others have."""
+    weights = {}
+    for response in responses:
+        images = float(response.sums["counts"][0, 3])
+        weights[response.client] = 1.0
+        if images:
+            weights[response.client] = example_counts.counted(images, f"{split} images") / images
+    return weights
 
 
-def evaluation(
+def expected_evaluation(
     requests: Sequence[Request],
     example_counts: ExampleCounts,
     finetuned: bool,
     sums: Mapping[str, Field] | None = None,
-    lie: Callable[[Response], str] = lambda response: "",
+    implausible: Callable[[Response], str] = _nothing_implausible,
 ) -> Expectation:
-    """What a client finds on its own test images, before and after fine-tuning."""
-    wanted = {"loss": LOSS, "accuracy": SHARE, "count": _NUMBER}
+    """Return the expectation of an evaluation on the client's own test images, before and after fine-tuning."""
+    metrics = {"loss": LOSS, "accuracy": SHARE, "count": _WHOLE_NUMBER}
     if finetuned:
-        wanted |= {"finetuned_loss": LOSS, "finetuned_accuracy": SHARE}
+        metrics["finetuned_loss"] = LOSS
+        metrics["finetuned_accuracy"] = SHARE
 
     def claims(response: Response) -> dict[str, float]:
         return {"examples": response.examples, "test images": response.metrics["count"]}
 
-    return asked(requests, example_counts, metrics=wanted, claims=claims, sums=sums or {}, check=lie)
+    return expect_responses(
+        requests, example_counts, metrics=metrics, claims=claims, sums=sums or {}, check=implausible
+    )
 
 
-def mask(requests: Sequence[Request], example_counts: ExampleCounts, coordinates: int) -> Expectation:
-    """A client's own mask over so many coordinates, eight in a byte; what is beyond the last one is empty."""
-    fields = {"mask": Field((-(-coordinates // 8),), torch.uint8)}
+def expected_mask(requests: Sequence[Request], example_counts: ExampleCounts, coordinates: int) -> Expectation:
+    """Return the expectation of a client's own mask over `coordinates` bits, packed; bits beyond the last are 0."""
+    mask_bytes = -(-coordinates // 8)
+    spare_bits = (1 << (-coordinates % 8)) - 1
 
     def check(response: Response) -> str:
-        spare = (1 << (-coordinates % 8)) - 1
-        return "marks coordinates that are not there" if int(response.evidence["mask"][-1]) & spare else ""
+        if int(response.evidence["mask"][-1]) & spare_bits:
+            return "marks coordinates that are not there"
+        return ""
 
-    return asked(requests, example_counts, evidence=fields, check=check)
+    fields = {"mask": Field((mask_bytes,), torch.uint8)}
+    return expect_responses(requests, example_counts, evidence=fields, check=check)
 
 
-def same_share(responses: Sequence[Response]) -> list[Response]:
-    """Of masks those that mark as many coordinates as most do: everybody was asked for the same share."""
-    marked = {r.client: int(np.unpackbits(r.evidence["mask"].numpy()).sum()) for r in responses}
-    usual = statistics.mode(marked.values()) if marked else 0
-    name(
-        [Rejection(k, f"marks {n} coordinates and {usual} were asked for") for k, n in marked.items() if n != usual],
-        "the masks",
-    )
+def masks_of_usual_share(responses: Sequence[Response]) -> list[Response]:
+    """Return the masks that mark as many coordinates as most do: all clients were given the same share."""
+    marked: dict[int, int] = {}
+    for response in responses:
+        marked[response.client] = int(np.unpackbits(response.evidence["mask"].numpy()).sum())
+    if not marked:
+        return []
+    usual = statistics.mode(marked.values())
+    rejections = []
+    for client, count in marked.items():
+        if count != usual:
+            rejections.append(Rejection(client, f"marks {count} coordinates and {usual} were asked for"))
+    log_rejections(rejections, "the masks")
     return [response for response in responses if marked[response.client] == usual]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate.robust import TooFew
-from fedgraft.aggregate.server_rules import RoundInfo, plain_tail
+from fedgraft.aggregate.server_rules import plain_tail
 from fedgraft.aggregate.slots import Step
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.core.capabilities import Capability
@@ -21,7 +21,7 @@ from fedgraft.core.client_memory import ClientMemory, Remembering
 from fedgraft.core.messages import Response, message_digest
 from fedgraft.core.state import Federation, ServerState
 from fedgraft.server import sample as server
-from fedgraft.server.collect import Collected, Engine, ServerContext, collect, describe, relative_drift
+from fedgraft.server.collect import Collected, Engine, ServerContext, collect, describe_clients, relative_drift
 from fedgraft.server.validate import LARGEST, Rejection, largest
 
 __all__ = ["Engine", "RoundSummary", "ServerContext", "run_round"]
@@ -67,7 +67,7 @@ def run_round(
     step = Step(federation, state, rule, context.learning_rate(federation, state))
     recorded = collected.accepted if algorithm.privacy.records_clients else ()
     with ThreadPoolExecutor(1) as executor:  # hashing does not hold Python's lock, and combining only reads the answers
-        digests = executor.submit(_digest_responses, [a.response for a in recorded])
+        digests = executor.submit(_digest_responses, [item.response for item in recorded])
         outcome = advance(algorithm, step, collected, context)
         new_state, record, extra = reject_nonfinite_step(step, outcome, collected)
     skipped = "skipped" in record
@@ -113,18 +113,12 @@ def _take_back_unused(
 
 
 def advance(algorithm: Algorithm, step: Step, collected: Collected, context: ServerContext) -> Outcome:
-    """Return the next state from what came back: each update by itself, or the hidden sum of all."""
-    released = algorithm.privacy.advance(step, collected)
-    if released is not None:  # also when nobody answered: who was there is private
-        return released, collected.notes(), {}
-    hidden = collected.hidden
-    too_few = collected.count < max(1, step.federation.minimum_answers)
-    aborted = hidden is not None and hidden.update is None
-    if too_few or aborted:
-        return server.skip(step.state), {**collected.notes(), "skipped": True}, {}
-    if hidden is not None and hidden.update is not None:  # the mean that secure aggregation opened
-        info = RoundInfo(step.federation.clients, collected.count, step.lr, hidden.sums, hidden.scalars)
-        return step.server_step(hidden.update, info), collected.notes(), {}
+    """Return the next state: from the sum that the privacy strategy works on, or from the updates one by one."""
+    state_from_sum = algorithm.privacy.advance(step, collected)
+    if state_from_sum is not None:  # with noise also when nobody answered: who took part is private
+        return state_from_sum, dict(collected.notes), {}
+    if collected.count < max(1, step.federation.minimum_answers):
+        return server.skip(step.state), {**collected.notes, "skipped": True}, {}
     answers = context.with_server_scores(algorithm.weighting, collected.answers)
     weights = algorithm.weighting.weights(answers)
     aggregate = algorithm.aggregate if context.aggregate is None else context.aggregate
@@ -134,7 +128,7 @@ def advance(algorithm: Algorithm, step: Step, collected: Collected, context: Ser
         if error.least > step.federation.per_round:  # even a full cohort would be too small
             raise
         return server.skip(step.state), {"skipped": True}, {}
-    record = describe(answers, collected, weights, advanced)
+    record = describe_clients(answers, collected, weights, advanced)
     median_norm = statistics.median(item.norm for item in collected.accepted)
     norm_per_rate = median_norm / step.lr if step.lr > 0 else 0.0
     norms = (*step.state.norms, norm_per_rate)[-NORM_HISTORY:]
@@ -163,7 +157,7 @@ def reject_nonfinite_step(step: Step, outcome: Outcome, collected: Collected) ->
     if norms:
         longest = max(norms, key=lambda client: norms[client])
         reason += f"; the longest update is client {longest}'s"
-    return server.skip(step.state), {**collected.notes(), "skipped": True, "refused": reason}, {}
+    return server.skip(step.state), {**collected.notes, "skipped": True, "refused": reason}, {}
 
 
 def _is_finite_state(state: ServerState) -> bool:

@@ -1,4 +1,4 @@
-"""The server's pure functions: the state before round 0, a cohort, its orders, a round that brought too little."""
+"""The server's pure functions: the initial state, the cohort of a round, its requests, a skipped round."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ from fedgraft.core.state import Federation, ServerState
 
 
 def start(algorithm: Algorithm, vector: Tensor, trained: int) -> ServerState:
-    """The state before round 0; the server rule steers the first `trained` coordinates."""
+    """Return the state before round 0; the server rule updates the first `trained` coordinates."""
     clip = algorithm.privacy.initial_clip()
     return ServerState(0, vector.clone(), algorithm.server.init(trained), clip=clip)
 
 
 def sample(federation: Federation, round: int) -> list[int]:
-    """The clients of this round, sorted; drawn from (seed or secret, round) alone. The cost is that of the cohort.
+    """Return the clients of this round, sorted; drawn from (seed or secret, round) alone, at the cost of the cohort.
 
-    Who is left out or away is drawn all the same, and then not asked: the others meet the rounds they would have met.
+    Excluded and absent clients are drawn all the same and then dropped, so the others' rounds do not depend on them.
     """
-    drawn = _drawn(federation, round)
-    return [k for k in drawn if k not in federation.without and federation.there(k, round + 1)]
+    cohort = []
+    for client in _draw_cohort(federation, round):
+        if client not in federation.without and federation.there(client, round + 1):
+            cohort.append(client)
+    return cohort
 
 
-def _drawn(federation: Federation, round: int) -> list[int]:
-    drawn_from = int.from_bytes(federation.secret, "big") if federation.secret else federation.seed
+def _draw_cohort(federation: Federation, round: int) -> list[int]:
+    """Draw the cohort among all clients, present or not."""
+    drawn_from = federation.seed
+    if federation.secret:
+        drawn_from = int.from_bytes(federation.secret, "big")
     stream = numpy_stream(drawn_from, "cohort", round)
     if federation.sampling == "poisson":
         count = int(stream.binomial(federation.clients, federation.per_round / federation.clients))
@@ -37,7 +43,7 @@ def _drawn(federation: Federation, round: int) -> list[int]:
         count = federation.per_round
     if count >= federation.clients:
         return list(range(federation.clients))
-    return sorted(int(i) for i in stream.choice(federation.clients, count, replace=False, shuffle=False))
+    return sorted(stream.choice(federation.clients, count, replace=False, shuffle=False).tolist())
 
 
 def instruct(
@@ -59,24 +65,29 @@ def instruct(
     settings |= algorithm.privacy.request_settings(state.clip)
     common = {name: state.rule[name] for name in algorithm.local.correction.receives}
     common |= algorithm.aggregate.gives(state)
-    made = []
+    requests = []
     if algorithm.download is not None and origin is not None:
         common |= farthest(state.vector, origin, algorithm.download)
-        return [Request(federation.run, state.round, k, "train", space, None, common, settings) for k in cohort]
-    for k in cohort:
-        active = state.active_of(k)
-        auxiliary = common if active is None else {**common, "active": active}
-        made.append(Request(federation.run, state.round, k, "train", space, state.model_of(k), auxiliary, settings))
-    return made
+        for client in cohort:
+            requests.append(Request(federation.run, state.round, client, "train", space, None, common, settings))
+        return requests
+    for client in cohort:
+        auxiliary = common
+        active = state.active_of(client)
+        if active is not None:
+            auxiliary = {**common, "active": active}
+        model = state.model_of(client)
+        requests.append(Request(federation.run, state.round, client, "train", space, model, auxiliary, settings))
+    return requests
 
 
 def farthest(vector: Tensor, origin: Tensor, share: float) -> dict[str, Tensor]:
-    """The values of the coordinates that have moved farthest from the origin, and where they are."""
+    """Return values and indices of the share of coordinates that have moved farthest from the origin."""
     count = max(1, round(share * len(vector)))
     indices = (vector - origin).abs().topk(count, sorted=False).indices.sort().values
     return {"moved/indices": indices.to(torch.int32), "moved/values": vector[indices]}
 
 
 def skip(state: ServerState) -> ServerState:
-    """The state after a round without enough answers: time passes, nothing moves."""
+    """Return the state after a round without enough responses: the round counts, the model stays."""
     return replace(state, round=state.round + 1)

@@ -1,7 +1,7 @@
-"""Sums whose summands the server never sees: the stages of the secure sum as orders and replies of an engine.
+"""Secure sums over an engine: each stage of the protocol as requests and responses.
 
-A round's updates, the statistics of head initialisation and the scores of a mask all go this way. The server keeps the
-sum over those who stay. `Sums` asks for sums outside the rounds, hidden or in the clear.
+A round's updates, the statistics of head initialisation and the scores of a mask all go this way; the server learns
+the sum over the survivors. `Sums` requests sums outside the rounds, hidden or in the clear.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import HEADER_BYTES, BadMessage, Request, Response, Scalar, unpack, wire_size
 from fedgraft.core.protocols import Network
 from fedgraft.core.state import Federation
-from fedgraft.privacy.protection import Privacy
+from fedgraft.privacy.protection import NOTHING_OPENED, OpenedMean, Privacy
 from fedgraft.privacy.secagg.binding import request_digest
 from fedgraft.privacy.secagg.keys import OF
 from fedgraft.privacy.secagg.plan import Data
@@ -34,8 +34,8 @@ from fedgraft.privacy.secagg.secure_sum import (
     SumResult,
     cut_by,
     drive,
+    mean_of_sum,
     series,
-    weighted_mean,
 )
 from fedgraft.privacy.secagg.server import Outbox
 from fedgraft.server.example_counts import ExampleCounts
@@ -44,34 +44,33 @@ from fedgraft.server.validate import Accepted, Expectation, Field, Rejection, va
 log = logging.getLogger("fedgraft")
 
 Exchange = Callable[[Sequence[Request]], Iterable[object]]
-ANSWERS: Mapping[str, set[str]] = {
+STAGE_TENSORS: Mapping[str, set[str]] = {
     "keys": {"advert", "drawn"},
     "shares": {"boxes", "commitment"},
     "masked": {"masked"},
     "consistency": {"signature"},
     "unmask": {"shares"},
 }
-"""The tensors of a reply by stage. No two are alike, so an answer to an earlier stage is not taken for one to this."""
-_CONTINUED = 8  # clients asked at once where the sum is kept as it grows
+"""The tensors of a response by stage. No two are alike, so a late response is not mistaken for one to this stage."""
+_RESUMABLE_GROUP = 8  # clients requested at once where the sum is stored as it grows
+_GROUP = 4  # clients requested at once where all responses together would be over _HELD_BYTES
+_HELD_BYTES = 1 << 30
 _SENDER = re.compile(rf"\bshare box {OF}(\d+)\b")
-_GROUP, _HELD = 4, 1 << 30  # clients asked at once where all answers together would be over so many bytes
 
 
-@dataclass
-class HiddenSum:
-    """What a secure round gives: the mean update, sums and scalars of the survivors; and what it cost."""
+@dataclass(frozen=True)
+class SecureRound:
+    """The outcome of a round under secure aggregation: what was opened, who was lost, and the traffic."""
 
-    update: Tensor | None = None
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
-    scalars: Mapping[str, float] = field(default_factory=dict)
-    survivors: tuple[int, ...] = ()
+    opened: OpenedMean = NOTHING_OPENED
     lost: Mapping[int, str] = field(default_factory=dict)
-    """Who is not in it, or fell silent, and how."""
+    """Clients that are not in the sum, or fell silent, with the reason."""
     bytes_up: int = 0
     bytes_down: int = 0
-    asked: bool = False
+    aborted: bool = False
+    """The sum began and could not be opened."""
     cut: int = 0
-    """How many clients had to cut numbers that the sum cannot hold."""
+    """Number of clients that had to cut numbers beyond what the sum holds."""
 
 
 class SecureSession:
@@ -84,86 +83,117 @@ class SecureSession:
         exchange: Exchange,
         example_counts: ExampleCounts | None = None,
     ) -> None:
-        self.privacy, self.exchange, self.example_counts = privacy, exchange, example_counts or ExampleCounts()
-        self.requests = {
-            request.client: request for request in requests if request.client not in self.example_counts.barred
-        }
-        self.lost: dict[int, str] = {k: why for k, why in self.example_counts.barred.items() if k not in self.requests}
-        self.said: dict[int, str] = {}
-        """What clients say that do not answer a stage."""
-        self.up = self.down = 0
+        self.privacy = privacy
+        self.exchange = exchange
+        self.example_counts = example_counts or ExampleCounts()
+        self.requests: dict[int, Request] = {}
+        for request in requests:
+            if request.client not in self.example_counts.barred:
+                self.requests[request.client] = request
+        self.lost: dict[int, str] = dict(self.example_counts.barred)
+        self.refusals: dict[int, str] = {}
+        """The reason each client gave for not answering a stage."""
+        self.up = 0
+        self.down = 0
 
     def total(self, segments: tuple[Segment, ...]) -> SumResult:
-        """The sum of what the orders ask for; raises `SecureAbort` when too few clients are left."""
-        first, clients = next(iter(self.requests.values())), tuple(sorted(self.requests))
-        degree = self.privacy.sum_options.degree_among(len(clients))
-        name = series(first.run, str(first.settings["sums"]))
-        in_rounds = first.settings["sums"] == "train"
-        room = self.privacy.sum_capacity() if in_rounds else None
-        threshold, bound = self.privacy.sum_options.threshold, request_digest(first)
-        plan = Plan(name, first.round, clients, segments, degree, threshold, room, bound)
-        server = SecureServer(plan, self.example_counts.identities)
+        """Return the sum that the requests ask for; raise `SecureAbort` when too few clients are left."""
+        server = SecureServer(self._plan(segments), self.example_counts.identities)
         try:
-            return drive(server, partial(self._ask, server))
+            return drive(server, partial(self._exchange_stage, server))
         finally:
-            found = {k: server.rejections.get(k) or self.said.get(k, "") for k in server.lost}
-            self.lost |= {
-                k: f"lost at stage {stage!r} of the secure sum" + (f": {found[k]}" if found[k] else "")
-                for k, stage in server.lost.items()
-            }
-            self._bar(server.shared)
+            for client, stage in server.lost.items():
+                reason = server.rejections.get(client) or self.refusals.get(client, "")
+                self.lost[client] = f"lost at stage {stage!r} of the secure sum"
+                if reason:
+                    self.lost[client] += f": {reason}"
+            self._bar_spoilers(server.shared)
 
-    def _bar(self, peers: Sequence[int]) -> None:
-        """Whoever sent boxes that most peers could not open spoiled this sum, and is in no other one."""
-        told = Counter(int(found[1]) for said in self.said.values() if (found := _SENDER.search(said)))
-        for client, count in told.items():
+    def _plan(self, segments: tuple[Segment, ...]) -> Plan:
+        """Return the plan of this sum: all requests are alike but for the client."""
+        first = next(iter(self.requests.values()))
+        action = str(first.settings["sums"])
+        clients = tuple(sorted(self.requests))
+        options = self.privacy.sum_options
+        room = None
+        if action == "train":
+            room = self.privacy.sum_capacity()
+        return Plan(
+            series(first.run, action),
+            first.round,
+            clients,
+            segments,
+            options.degree_among(len(clients)),
+            options.threshold,
+            room,
+            request_digest(first),
+        )
+
+    def _bar_spoilers(self, peers: Sequence[int]) -> None:
+        """Bar a client whose boxes most peers could not open: it spoiled this sum and is in no further one."""
+        complaints: Counter[int] = Counter()
+        for refusal in self.refusals.values():
+            match = _SENDER.search(refusal)
+            if match is not None:
+                complaints[int(match[1])] += 1
+        for client, count in complaints.items():
             if client in peers and 2 * count > len(peers) - 1:
-                self.example_counts.barred[client] = (
-                    f"{count} of {len(peers) - 1} peers could not open what it sent them"
-                )
-                log.warning("client %d is in no further secure sum: %s", client, self.example_counts.barred[client])
+                reason = f"{count} of {len(peers) - 1} peers could not open what it sent them"
+                self.example_counts.barred[client] = reason
+                log.warning("client %d is in no further secure sum: %s", client, reason)
 
-    def _ask(self, server: SecureServer, stage: str, outbox: Outbox) -> Iterator[tuple[int, Data]]:
-        """The first answer of each client to this stage, as they come."""
-        asked = [stage_request(self.requests[k], stage, data) for k, data in sorted(outbox.items())]
-        self.down += sum(map(wire_size, asked))
-        size, seen = server.largest(stage), set[int]()
-        group = max(_GROUP, _HELD // size)  # an engine may hold all answers until the last is there
-        for begin in range(0, len(asked), group):
-            for arrival in self.exchange(asked[begin : begin + group]):
+    def _exchange_stage(self, server: SecureServer, stage: str, outbox: Outbox) -> Iterator[tuple[int, Data]]:
+        """Yield the first response of each client to this stage, as they come."""
+        requests = []
+        for client, data in sorted(outbox.items()):
+            requests.append(stage_request(self.requests[client], stage, data))
+        self.down += sum(map(wire_size, requests))
+        size = server.largest(stage)
+        answered: set[int] = set()
+        group = max(_GROUP, _HELD_BYTES // size)  # an engine may hold all responses until the last is there
+        for begin in range(0, len(requests), group):
+            for arrival in self.exchange(requests[begin : begin + group]):
                 response = self._read(stage, arrival, size + HEADER_BYTES)
-                if response is not None and response.client in outbox and response.client not in seen:
-                    seen.add(response.client)
+                if response is not None and response.client in outbox and response.client not in answered:
+                    answered.add(response.client)
                     self.up += wire_size(response)
                     yield response.client, dict(response.evidence)
 
     def _read(self, stage: str, arrival: object, limit: int) -> Response | None:
-        """An arrival as an answer to this stage of this sum; None for what is late, foreign, or not even a message."""
+        """Return an arrival as a response to this stage; None if it is late, foreign, or not even a message."""
         sender, response = arrival if isinstance(arrival, tuple) else (None, arrival)
         if isinstance(response, str) and sender is not None:
-            self.said[sender] = response
+            self.refusals[sender] = response
         if isinstance(response, bytes | bytearray):
             try:
                 response = unpack(Response, response, limit)
             except BadMessage:
                 return None
-        request = (
-            self.requests.get(response.client)
-            if isinstance(response, Response) and type(response.client) is int
-            else None
-        )
+        if not isinstance(response, Response) or type(response.client) is not int:
+            return None
+        request = self.requests.get(response.client)
         if request is None or (sender is not None and sender != request.client):
             return None
-        same = (response.run, response.round, response.space) == (request.run, request.round, request.space)
-        return response if same and set(response.evidence) == ANSWERS[stage] else None
+        if (response.run, response.round, response.space) != (request.run, request.round, request.space):
+            return None
+        if set(response.evidence) != STAGE_TENSORS[stage]:
+            return None
+        return response
 
 
 def stage_request(request: Request, stage: str, data: Data) -> Request:
-    """An order as one stage of a secure sum; the model travels only when it is time to work on it."""
-    own = dict(request.auxiliary) if stage == "masked" else {}
-    tensors: dict[str, Tensor] = {("plan" if key == "plan" else f"data:{key}"): t for key, t in data.items()}
-    vector = request.vector if stage == "masked" else None
-    return replace(request, action=f"secure.{stage}", vector=vector, auxiliary={**own, **tensors})
+    """Return a request as one stage of a secure sum; the model travels only when it is time to work on it."""
+    auxiliary: dict[str, Tensor] = {}
+    vector = None
+    if stage == "masked":
+        auxiliary |= request.auxiliary
+        vector = request.vector
+    for name, tensor in data.items():
+        if name == "plan":
+            auxiliary["plan"] = tensor
+        else:
+            auxiliary[f"data:{name}"] = tensor
+    return replace(request, action=f"secure.{stage}", vector=vector, auxiliary=auxiliary)
 
 
 def secure_sum(
@@ -174,19 +204,21 @@ def secure_sum(
     length: int,
     trained: int,
     example_counts: ExampleCounts | None = None,
-) -> HiddenSum:
-    """Carry the training orders through the five stages; a round with too few clients gives no update."""
-    told: dict[str, Scalar] = {"sums": "train", "largest": federation.largest}
-    asked = [replace(request, settings={**request.settings, **told}) for request in requests]
-    session = SecureSession(algorithm.privacy, asked, exchange, example_counts)
-    if len(session.requests) < 2:  # one client cannot hide in a sum of its own, so it is not asked
-        return HiddenSum(lost=session.lost)
+) -> SecureRound:
+    """Carry the training requests through the five stages; a round with too few clients gives no update."""
+    sum_settings: dict[str, Scalar] = {"sums": "train", "largest": federation.largest}
+    sum_requests = []
+    for request in requests:
+        sum_requests.append(replace(request, settings={**request.settings, **sum_settings}))
+    session = SecureSession(algorithm.privacy, sum_requests, exchange, example_counts)
+    if len(session.requests) < 2:  # one client cannot hide in a sum of its own, so it gets no request
+        return SecureRound(lost=session.lost)
     try:
-        result = session.total(secure_segments(algorithm, length, trained, asked[0].settings))
-        update, sums, scalars = weighted_mean(result)
+        result = session.total(secure_segments(algorithm, length, trained, sum_requests[0].settings))
+        update, sums, scalars = mean_of_sum(result)
     except SecureAbort as error:
         log.warning("round %d: the secure sum was aborted, nothing of it is used: %s", requests[0].round, error)
-        return HiddenSum(lost=session.lost, bytes_up=session.up, bytes_down=session.down, asked=True)
+        return SecureRound(lost=session.lost, bytes_up=session.up, bytes_down=session.down, aborted=True)
     cut = cut_by(result)
     if cut:
         log.warning(
@@ -197,18 +229,19 @@ def secure_sum(
             len(result.survivors),
             algorithm.privacy.sum_options.limit,
         )
-    return HiddenSum(update, sums, scalars, result.survivors, session.lost, session.up, session.down, True, cut)
+    opened = OpenedMean(update, sums, scalars, result.survivors)
+    return SecureRound(opened, session.lost, session.up, session.down, cut=cut)
 
 
-class Begun(Protocol):
-    """Where a long sum is kept while it grows, so that it goes on after a stop."""
+class ResumableSum(Protocol):
+    """Storage of a long sum while it grows, so that it continues after a stop."""
 
     def load(self) -> tuple[int, dict[str, Tensor]]:
-        """How many clients are in, and the sums over them; (0, {}) at the start."""
+        """Return how many clients are in, and the sums over them; (0, {}) at the start."""
         ...
 
     def save(self, count: int, sums: Mapping[str, Tensor]) -> None:
-        """The sums over the first so many clients."""
+        """Store the sums over the first `count` clients."""
         ...
 
 
@@ -229,9 +262,9 @@ class SummedAction(Protocol):
 
 
 class Sums:
-    """Asks all clients for sums outside the rounds: through the secure sum where the run has one, else in the clear.
+    """Requests sums from all clients outside the rounds: by secure aggregation where the run has it, else in the clear.
 
-    A client that does not answer, or answers nonsense, is named, left out of this sum, and not asked again.
+    A client that does not answer, or whose answer is invalid, is logged, left out, and gets no further requests.
     """
 
     def __init__(
@@ -244,7 +277,7 @@ class Sums:
         self.clients = tuple(clients)
         self.example_counts: ExampleCounts | None = None
         self.lost: dict[int, str] = {}
-        self.asked = 0
+        self.requested = 0
         self.up = 0
         self.down = 0
 
@@ -253,39 +286,42 @@ class Sums:
         action: SummedAction,
         vector: Tensor | None = None,
         settings: Mapping[str, Scalar] | None = None,
-        begun: Begun | None = None,
+        resumable: ResumableSum | None = None,
         **auxiliary: Tensor,
     ) -> dict[str, Tensor]:
         """Return the answers of all clients to this action, added up by name, float64.
 
-        `begun` lets a sum in the clear go on where an earlier process stopped.
+        `resumable` lets a sum in the clear continue where an earlier process stopped.
         """
-        requested = dict(settings or {})
+        request_settings = dict(settings or {})
         number = -1
         space = ""
         if self.privacy.collects_sum:
             # Sums outside the rounds are counted where they are hidden: clients serve each number once.
-            requested["sums"] = action.name
-            number = self.asked
+            request_settings["sums"] = action.name
+            number = self.requested
             space = action.name
         requests = []
         for client in self.clients:
-            requests.append(Request(self.run, number, client, action.name, space, vector, auxiliary, requested))
-        self.asked += 1
+            requests.append(Request(self.run, number, client, action.name, space, vector, auxiliary, request_settings))
+        self.requested += 1
         if self.privacy.collects_sum:
             total, lost = self._sum_hidden(action, requests)
         else:
-            total, lost = self._sum_in_the_clear(action, requests, begun)
+            total, lost = self._sum_in_the_clear(action, requests, resumable)
         self._leave_out(action, lost)
         return total
 
     def _sum_hidden(
         self, action: SummedAction, requests: Sequence[Request]
     ) -> tuple[dict[str, Tensor], dict[int, str]]:
-        """Return the secure sum by name, and who is not in it with the reason."""
+        """Return the secure sum by name, and the clients that are not in it with the reason."""
         if len(requests) < 2:
             raise FedgraftError(
-                f"a secure sum of {action.name} needs at least two clients, and {len(requests)} is there."
+                "E-SERVER-SUM-COHORT",
+                f"a secure sum of {action.name} needs at least two clients, and {len(requests)} is there",
+                action=action.name,
+                clients=len(requests),
             )
         summands = action.summands(self.network, requests[0].settings)
         session = SecureSession(self.privacy, requests, self.exchange, self.example_counts)
@@ -293,42 +329,46 @@ class Sums:
             result = session.total(segments_of(summands))
         except SecureAbort as error:
             raise FedgraftError(
-                f"the secure sum of {action.name} was aborted and nothing was revealed: {error}"
+                "E-SERVER-SUM-ABORTED",
+                f"the secure sum of {action.name} was aborted and nothing was revealed: {error}",
+                action=action.name,
+                cause=error.code,
             ) from error
         self.up += session.up
         self.down += session.down
         sums = {name: result.sums[name].view(summand.shape) for name, summand in summands.items()}
-        # Whoever fell silent after its summand was in stays in the sum, and may be there again next time.
+        # A client that fell silent after its summand was in stays in the sum, and may be there again next time.
         lost = {client: reason for client, reason in session.lost.items() if client not in result.survivors}
         return sums, lost
 
     def _sum_in_the_clear(
-        self, action: SummedAction, requests: Sequence[Request], begun: Begun | None
+        self, action: SummedAction, requests: Sequence[Request], resumable: ResumableSum | None
     ) -> tuple[dict[str, Tensor], dict[int, str]]:
-        """Return the sum by name, and who is not in it with the reason."""
+        """Return the sum by name, and the clients that are not in it with the reason."""
         fields = self._fields(action, requests)
         total: dict[str, Tensor] = {}
         answered: set[int] = set()
         reasons: dict[int, str] = {}
         answer_bytes = Expectation(self.run, -1, frozenset(), sums=fields).limit
-        group = max(_GROUP, _HELD // max(1, answer_bytes))
+        group = max(_GROUP, _HELD_BYTES // max(1, answer_bytes))
         first = 0
-        if begun is not None and all(f.dtype == torch.float32 for f in fields.values()):  # added one by one
-            first, total = begun.load()
-            group = min(group, _CONTINUED)
+        dtypes = {tensor_field.dtype for tensor_field in fields.values()}
+        if resumable is not None and dtypes <= {torch.float32}:  # added one by one
+            first, total = resumable.load()
+            group = min(group, _RESUMABLE_GROUP)
             answered = {request.client for request in requests[:first]}
         for begin in range(first, len(requests), group):
-            asked = requests[begin : begin + group]
-            accepted, rejections = self._exchange(action, asked, fields)
+            batch = requests[begin : begin + group]
+            accepted, rejections = self._exchange(action, batch, fields)
             if accepted:
                 for name in fields:
-                    total[name] = _added([a.response.sums[name] for a in accepted], total.get(name))
-            answered |= {a.response.client for a in accepted}
+                    total[name] = _add_in_order([item.response.sums[name] for item in accepted], total.get(name))
+            answered |= {item.response.client for item in accepted}
             reasons |= {rejection.client: rejection.reason for rejection in rejections}
-            if begun is not None and len(answered) == begin + len(asked):  # nobody is missing so far
-                begun.save(len(answered), total)
+            if resumable is not None and len(answered) == begin + len(batch):  # nobody is missing so far
+                resumable.save(len(answered), total)
         if not answered:
-            raise FedgraftError(_nobody_answered(action, reasons, "sum"))
+            raise _nobody_answered(action, reasons, "sum")
         lost = {}
         for client in self.clients:
             if client not in answered:
@@ -336,13 +376,13 @@ class Sums:
         return total, lost
 
     def each(self, action: SummedAction) -> list[Response]:
-        """Return every client's own answer in the clear, in client order; who lies or is silent is left out."""
+        """Return every client's own response in the clear, in client order, without invalid or missing ones."""
         requests = [Request(self.run, -1, client, action.name) for client in self.clients]
         accepted, rejections = self._exchange(action, requests, self._fields(action, requests))
         reasons = {rejection.client: rejection.reason for rejection in rejections}
         self._leave_out(action, reasons)
         if not accepted:
-            raise FedgraftError(_nobody_answered(action, reasons, "make a head from"))
+            raise _nobody_answered(action, reasons, "make a head from")
         return [item.response for item in accepted]
 
     def _fields(self, action: SummedAction, requests: Sequence[Request]) -> dict[str, Field]:
@@ -354,40 +394,44 @@ class Sums:
         return fields
 
     def _exchange(
-        self, action: SummedAction, asked: Sequence[Request], fields: Mapping[str, Field]
+        self, action: SummedAction, requests: Sequence[Request], fields: Mapping[str, Field]
     ) -> tuple[list[Accepted], list[Rejection]]:
         """Send the requests and validate what comes back."""
-        clients = frozenset(request.client for request in asked)
+        clients = frozenset(request.client for request in requests)
         expected = Expectation(
             self.run, -1, clients, sums=fields, example_counts=self.example_counts, check=action.implausible
         )
-        arrivals: Iterable[Any] = self.exchange(asked)
+        arrivals: Iterable[Any] = self.exchange(requests)
         accepted, rejections = validate_responses(arrivals, expected)
-        self.down += sum(wire_size(request) for request in asked)
+        self.down += sum(wire_size(request) for request in requests)
         self.up += sum(wire_size(item.response) for item in accepted)
         return accepted, rejections
 
     def _leave_out(self, action: SummedAction, lost: Mapping[int, str]) -> None:
+        """Log the lost clients and send them no further requests."""
         for client, reason in lost.items():
             log.warning("client %d is left out of the sums of %s: %s", client, action.name, reason)
         self.lost |= lost
         self.clients = tuple(client for client in self.clients if client not in lost)
 
 
-def _nobody_answered(action: SummedAction, reasons: Mapping[int, str], purpose: str) -> str:
-    """Return the sentence for a sum that nobody is in, with the first reason that a client was left out for."""
+def _nobody_answered(action: SummedAction, reasons: Mapping[int, str], purpose: str) -> FedgraftError:
+    """Return the error of a sum without clients, with the first reason that a client was left out for."""
     sentence = f"no client answered the request {action.name!r}, so there is nothing to {purpose}"
-    if not reasons:
-        return f"{sentence}."
-    client, reason = next(iter(reasons.items()))
-    return f"{sentence}; client {client}: {reason}."
+    hint = ""
+    for client, reason in reasons.items():
+        hint = f"client {client}: {reason}"
+        break
+    return FedgraftError("E-SERVER-NO-ANSWERS", sentence, hint, action=action.name, reasons=dict(reasons))
 
 
-def _added(parts: Sequence[Tensor], before: Tensor | None) -> Tensor:
+def _add_in_order(parts: Sequence[Tensor], before: Tensor | None) -> Tensor:
     """Return the sum in client order, float64. Long float32 vectors are added one by one: a stack would double them."""
     if parts[0].dtype == torch.float64:
         total = torch.stack(list(parts)).sum(0)
-        return total if before is None else before + total
+        if before is None:
+            return total
+        return before + total
     if before is None:
         total = parts[0].double()
         remaining = parts[1:]

@@ -127,7 +127,7 @@ def edits(folder: Path) -> tuple[list[Path], list[task_vectors.Edit]]:
     ]
     files = [folder / f"{i}.safetensors" for i in range(3)]
     for edit, file in zip(made, files, strict=True):
-        edit_file.save(edit, file)
+        edit_file.save_edit(edit, file)
     return files, made
 
 
@@ -136,10 +136,12 @@ def test_edits_are_merged_as_files(tmp_path: Path) -> None:
     rows = torch.stack([edit.update() for edit in made])
     found = add_files(files, None, tmp_path / "ties", how=How("ties", 0.5))
     assert torch.equal(found.values, ties(rows, EVEN, 0.5))
-    assert torch.equal(edit_file.load(tmp_path / "ties").values, found.values)
+    assert torch.equal(edit_file.load_edit(tmp_path / "ties").values, found.values)
     twice = [add_files(files, None, tmp_path / f"dare{i}", how=How("dare", 0.3, seed=4)).values for i in range(2)]
     assert torch.equal(*twice) and not torch.equal(twice[0], weighted_mean(rows, EVEN))
-    assert torch.equal(add_files(files, [1, 2, 1], tmp_path / "sum").values, task_vectors.add(made, [1, 2, 1]).values)
+    assert torch.equal(
+        add_files(files, [1, 2, 1], tmp_path / "sum").values, task_vectors.add_edits(made, [1, 2, 1]).values
+    )
     with pytest.raises(FedgraftError, match="not 'slerp'"):
         add_files(files, None, tmp_path / "no", how=How("slerp"))
     with pytest.raises(FedgraftError, match="give --runs"):

@@ -17,7 +17,7 @@ from tests.support.errors import raises
 from tests.support.machines import Machines, refused_rule
 from tests.support.tiny import tensors_of, without_pictures
 
-from fedgraft.client.policy import to_toml as policy_toml
+from fedgraft.client.policy import policy_toml
 from fedgraft.config.agreement import safe_for
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load

@@ -159,7 +159,7 @@ def test_refusals() -> None:
         choose(scores, 0.5, order="luck")
     with raises("E-EDIT-NO-SCORES"):
         choose({}, 0.5)
-    with pytest.raises(FedgraftError, match="mask strategy"):
+    with raises("E-CORE-UNKNOWN-NAME"):
         strategy_named("important")
 
 

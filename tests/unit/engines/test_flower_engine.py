@@ -42,7 +42,7 @@ from fedgraft.engines.flower.client import StateSlots, client_app
 from fedgraft.engines.flower.registry import NodeRegistry
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
 from fedgraft.server.example_counts import ExampleCounts
-from fedgraft.server.expected import evaluation, replies_to
+from fedgraft.server.expected import expected_evaluation, valid_responses
 
 LOCAL = LocalTraining(steps=2, batch_size=8, optimizer=sgdm(0.0))
 
@@ -338,11 +338,14 @@ def test_without_a_deadline_a_node_that_never_answers_does_not_hold_up_the_run(
 
 
 def test_what_a_node_says_begins_no_line_and_moves_no_cursor() -> None:
-    from fedgraft.engines.flower.wire import names, text
+    from fedgraft.engines.flower.wire import name_list, text_setting
 
     said = "broken\n2026-11-17 round 3: client 0 dropped \x1b[2J\x1b[31m"
-    assert text({"error": said}, "error").isprintable() and len(text({"error": "x" * 9999}, "error")) == 500
-    assert names({"classes": ["a\x1b[2J", "b"]}, "classes") == ("a [2J", "b")
+    assert (
+        text_setting({"error": said}, "error").isprintable()
+        and len(text_setting({"error": "x" * 9999}, "error")) == 500
+    )
+    assert name_list({"classes": ["a\x1b[2J", "b"]}, "classes") == ("a [2J", "b")
 
 
 def test_a_node_with_a_key_simulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +410,10 @@ def test_oversized_and_malformed_replies_are_dropped_before_they_are_parsed() ->
     reasons = {o.client: o.reason for o in toy.summary.rejections}
     assert "over the limit" in reasons[0] and "shorter than its header says" in reasons[4]
     requests = [Request("toy", 1, 0, "evaluate", toy.space.digest, toy.state.vector, {}, {"lr": 0.1})]
-    assert replies_to(engine.exchange, requests, evaluation(requests, ExampleCounts(), finetuned=False)) == []
+    assert (
+        valid_responses(engine.exchange, requests, expected_evaluation(requests, ExampleCounts(), finetuned=False))
+        == []
+    )
 
 
 def test_an_answer_to_another_order_or_with_another_step_is_refused() -> None:
@@ -685,7 +691,7 @@ def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeyp
         server(grid, Context(1, 0, {}, RecordDict(), {}))
 
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(flower_wire, "simulate", play)
+    monkeypatch.setattr(flower_wire, "run_flower_simulation", play)
     pretend_ray(monkeypatch, True)
     overrides = [
         "model.name=tiny",
@@ -719,7 +725,7 @@ def test_a_simulation_that_breaks_down_is_one_sentence(tmp_path: Path, monkeypat
             raise RuntimeError("Simulation crashed.") from error
 
     pretend_ray(monkeypatch, True)
-    monkeypatch.setattr(flower_wire, "simulate", broken)
+    monkeypatch.setattr(flower_wire, "run_flower_simulation", broken)
     with raises("E-DEPLOY-SIMULATION"):
         flower_apps.run_simulation(load(None, ["engine=flower-sim", "model.name=tiny"]), tmp_path / "run")
 

@@ -199,7 +199,7 @@ def test_the_server_learns_only_size_classes_and_digest(tmp_path: Path) -> None:
 
 def test_a_class_that_the_federation_does_not_know_is_one_sentence(tmp_path: Path) -> None:
     path = paint(tmp_path / "d", ("a", "z"))
-    with pytest.raises(FedgraftError, match="class 'z', which is not among the known ones"):
+    with raises("E-DATA-UNKNOWN-CLASS", label="z"):
         own_data(load(None, SMALL), "folder", path, ("a", "b"))
 
 

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from tests.support.errors import raises
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
@@ -62,9 +63,9 @@ def test_rounding_has_mean_zero_and_follows_the_seed() -> None:
 @pytest.mark.parametrize("bad", [torch.tensor([float("nan")]), torch.tensor([float("inf")]), torch.zeros(2)])
 def test_what_cannot_be_summed_is_refused(bad: Tensor) -> None:
     ring = Ring((Segment("x", 1, 1.0),), 3)
-    with pytest.raises(FedgraftError, match="'x'"):
+    with raises("E-PRIVACY-RING-VALUES", segment="x"):
         ring.encode({"x": bad}, stream())
-    with pytest.raises(FedgraftError, match="was given"):
+    with raises("E-PRIVACY-RING-SEGMENTS"):
         ring.encode({"y": torch.zeros(1)}, stream())
 
 

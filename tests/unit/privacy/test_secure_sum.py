@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.errors import raises
 from torch import Tensor
 
-from fedgraft.core.errors import FedgraftError, MissingExtra
+from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.privacy.secagg import client as secure_client
 from fedgraft.privacy.secagg import keys as secure_keys
@@ -33,10 +34,10 @@ from fedgraft.privacy.secagg.secure_sum import (
     SecureServer,
     Segment,
     drive,
-    rounding,
-    run_locally,
+    mean_of_sum,
+    rounding_generator,
+    sum_in_process,
     weighted_input,
-    weighted_mean,
     weighted_segments,
 )
 from fedgraft.privacy.secagg.server import Outbox
@@ -75,7 +76,7 @@ class Local:
         self.seen: list[tuple[str, int, Data]] = []
 
     def words(self, u: int) -> np.ndarray:
-        return self.plan.ring.encode(self.inputs[u], rounding(0, self.plan, u))
+        return self.plan.ring.encode(self.inputs[u], rounding_generator(0, self.plan, u))
 
     def __call__(self, stage: str, outbox: Outbox) -> dict[int, Data]:
         self.silent.update(self.drop.get(stage, ()))
@@ -96,7 +97,7 @@ def plain_sum(inputs: Inputs, plan: Plan, seed: int, survivors: tuple[int, ...])
     """The ring sum without any protection, int32 view of the words: what the protocol must equal bit for bit."""
     total = torch.zeros(plan.ring.length, dtype=torch.int32)
     for u in survivors:
-        total += torch.from_numpy(plan.ring.encode(inputs[u], rounding(seed, plan, u)).view("int32"))
+        total += torch.from_numpy(plan.ring.encode(inputs[u], rounding_generator(seed, plan, u)).view("int32"))
     return total
 
 
@@ -108,10 +109,10 @@ def is_exact(words: np.ndarray, inputs: Inputs, plan: Plan, survivors: tuple[int
 def test_the_sum_is_the_plain_ring_sum_bit_for_bit(n: int) -> None:
     plan, inputs = make(n)
     before = torch.random.get_rng_state()
-    result = run_locally(inputs, plan, 0)
+    result = sum_in_process(inputs, plan, 0)
     assert result.survivors == plan.clients and not result.lost
     assert is_exact(result.words, inputs, plan, plan.clients)
-    assert np.array_equal(result.words, run_locally(inputs, replace(plan), 0).words)  # whatever the keys
+    assert np.array_equal(result.words, sum_in_process(inputs, replace(plan), 0).words)  # whatever the keys
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -127,7 +128,7 @@ def test_the_weighted_mean_equals_the_plain_one_within_the_quantisation() -> Non
         u: weighted_input(updates[u], float(weights[u]), {"control": controls[u]}, {"loss": float(losses[u])})
         for u in range(n)
     }
-    mean, sums, scalars = weighted_mean(run_locally(inputs, plan, 0, drop_at={"masked": {4}}))
+    mean, sums, scalars = mean_of_sum(sum_in_process(inputs, plan, 0, drop_at={"masked": {4}}))
     kept = torch.tensor([0, 1, 2, 3, 5])
     w = weights[kept]
     step = plan.ring.step("update")
@@ -180,12 +181,12 @@ def test_dropouts_give_the_exact_sum_or_a_clean_abort() -> None:
 def test_exactly_the_threshold_suffices_at_every_stage(stage: str) -> None:
     plan, inputs = make(7)
     assert plan.needed == 5
-    fine = run_locally(inputs, plan, 0, drop_at={stage: {11, 16}})
+    fine = sum_in_process(inputs, plan, 0, drop_at={stage: {11, 16}})
     assert is_exact(fine.words, inputs, plan, fine.survivors)
     assert len(fine.survivors) == (7 if stage in ("consistency", "unmask") else 5)
     assert fine.lost == dict.fromkeys((11, 16), stage)
     with pytest.raises(SecureAbort):
-        run_locally(inputs, plan, 0, drop_at={stage: {11, 13, 16}})
+        sum_in_process(inputs, plan, 0, drop_at={stage: {11, 13, 16}})
 
 
 @pytest.mark.slow
@@ -205,7 +206,7 @@ def test_a_mask_left_in_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: a server that does not take off the masks of lost clients gives a wrong sum."""
     monkeypatch.setattr(SecureServer, "_take_off_pairs", lambda *args: None)
     plan, inputs = make(7)
-    broken = run_locally(inputs, plan, 0, drop_at={"masked": {11}})
+    broken = sum_in_process(inputs, plan, 0, drop_at={"masked": {11}})
     assert not is_exact(broken.words, inputs, plan, broken.survivors)
 
 
@@ -228,7 +229,7 @@ def test_every_client_draws_its_own_holders(n: int, degree: int) -> None:
 def test_a_sparse_graph_of_sixty_clients_survives_losses() -> None:
     plan, inputs = make(60, 5, degree=16, threshold=9)
     lost = set(range(10, 70, 12))
-    result = run_locally(inputs, plan, 0, drop_at={"shares": {11}, "masked": lost, "unmask": {12, 30}})
+    result = sum_in_process(inputs, plan, 0, drop_at={"shares": {11}, "masked": lost, "unmask": {12, 30}})
     assert is_exact(result.words, inputs, plan, result.survivors)
     assert set(result.lost) == {11, *lost, 12, 30}
 
@@ -259,7 +260,7 @@ def test_one_clients_view_is_uniform_whatever_the_input() -> None:
     assert stats.ks_2samp(zero[:20_000], most[:20_000]).pvalue > 1e-6
     assert not np.array_equal(zero, view_of(0.0))  # fresh keys: another round, other masks
     plan = Plan("run", 1, (0, 1, 2), (Segment("x", 60_000, 1.0),))
-    bare = plan.ring.encode({"x": torch.randn(60_000) * 0.3}, rounding(0, plan, 1))
+    bare = plan.ring.encode({"x": torch.randn(60_000) * 0.3}, rounding_generator(0, plan, 1))
     assert not uniform(bare)  # the test sees an unmasked input
 
 
@@ -496,7 +497,7 @@ def test_a_client_refuses_a_hostile_server(lie: str) -> None:
 @pytest.mark.parametrize(
     "guard, broken, lies",
     [
-        ("verify", lambda *args: True, ["split view", "changed signature", "signatures of others"]),
+        ("verify_signature", lambda *args: True, ["split view", "changed signature", "signatures of others"]),
         ("recognise", lambda *args: None, ["forged keys under a new identity"]),
         ("_need", lambda *args: None, ["too few survivors", "too few signatures"]),
     ],
@@ -505,7 +506,7 @@ def test_without_a_guard_the_lie_passes_that_stage(
     guard: str, broken: Any, lies: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted bugs: each guard taken out lets a lie through that the test above catches."""
-    owner = {"verify": secure_keys, "recognise": Identity, "_need": SecureClient}[guard]
+    owner = {"verify_signature": secure_keys, "recognise": Identity, "_need": SecureClient}[guard]
     monkeypatch.setattr(owner, guard, broken)
     for lie in lies:
         stage = {"forged keys under a new identity": "shares", "too few survivors": "consistency"}.get(lie, "unmask")
@@ -538,7 +539,7 @@ def ask_twice(local: Local) -> list[Data]:
 
 
 def test_a_client_never_gives_both_shares_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SecureRefusal, match="out of turn or twice"):
+    with raises("E-REFUSED-SECURE-SUM", check="turn"):
         ask_twice(Local(*make(7)))
 
     @contextmanager
@@ -559,19 +560,19 @@ def test_a_refused_stage_ends_the_round_for_that_client() -> None:
     client.keys({})
     for stage in ("shares", "shares", "masked", "unmask"):
         with pytest.raises(SecureRefusal):
-            client.answer(stage, {}, lambda: plan.ring.encode(inputs[VICTIM], rounding(0, plan, VICTIM)))
+            client.answer(stage, {}, lambda: plan.ring.encode(inputs[VICTIM], rounding_generator(0, plan, VICTIM)))
 
 
 def test_a_replayed_or_foreign_round_is_refused() -> None:
     plan, inputs = make(4)
     identities = {u: Identity.fresh() for u in plan.clients}
-    run_locally(inputs, plan, 0, identities)
+    sum_in_process(inputs, plan, 0, identities)
     with pytest.raises(SecureAbort):  # everybody refuses
-        run_locally(inputs, plan, 0, identities)
-    assert run_locally(inputs, replace(plan, round=2), 0, identities).survivors == plan.clients
-    with pytest.raises(SecureRefusal, match="not in the plan"):
+        sum_in_process(inputs, plan, 0, identities)
+    assert sum_in_process(inputs, replace(plan, round=2), 0, identities).survivors == plan.clients
+    with raises("E-REFUSED-SECURE-SUM"):
         SecureClient(plan, 99, Identity.fresh())
-    with pytest.raises(SecureRefusal, match="too small"):
+    with raises("E-REFUSED-SECURE-SUM"):
         SecureClient(plan, 10, Identity(b"i" * 32, least=5))
 
 
@@ -579,11 +580,11 @@ def test_a_registry_from_outside_is_closed_and_identities_survive_storage() -> N
     identity = Identity(b"i" * 32, {10: b"a" * 32}, {"run": 3}, closed=True)
     again = Identity.from_bytes(identity.to_bytes())
     assert again == identity
-    with pytest.raises(SecureRefusal, match="not among the registered"):
+    with raises("E-REFUSED-SECURE-SUM", check="registered"):
         again.recognise(11, b"b" * 32)
-    with pytest.raises(SecureRefusal, match="another identity"):
+    with raises("E-REFUSED-SECURE-SUM", check="identity"):
         again.recognise(10, b"b" * 32)
-    with pytest.raises(SecureRefusal, match="replay"):
+    with raises("E-REFUSED-REPEAT"):
         again.serve(make(3, round=3)[0])
 
 
@@ -607,7 +608,7 @@ def test_stages_cross_the_wire_and_clients_rest_between_them() -> None:
                 client = SecureClient(sent, u, identity)
             else:
                 client = SecureClient.resume(plan, u, identity, memory[u])
-            words = plan.ring.encode(inputs[u], rounding(0, plan, u))
+            words = plan.ring.encode(inputs[u], rounding_generator(0, plan, u))
             answer = client.answer(request.action.removeprefix("secure."), request.auxiliary, partial(np.copy, words))
             memory[u], identities[u] = client.state(), identity.to_bytes()
             if u != 13 or stage != "masked":
@@ -658,7 +659,7 @@ def test_wrong_shares_are_noticed(attackers: int, abort: bool) -> None:
         return answers
 
     if abort:
-        with pytest.raises(SecureAbort, match="wrong"):
+        with raises("E-PRIVACY-SUM-WRONG-SHARES"):
             drive(server, ask)
     else:
         result = drive(server, ask)
@@ -679,7 +680,7 @@ def test_a_ring_with_more_room_has_larger_steps_and_the_same_sum() -> None:
     wide = replace(plan, room=500)
     assert wide.ring.step("update") == pytest.approx(100 * plan.ring.step("update"), rel=1e-6)
     assert Plan.from_bytes(wide.to_bytes()) == wide and wide.digest != plan.digest
-    result = run_locally(inputs, wide, 0)
+    result = sum_in_process(inputs, wide, 0)
     assert is_exact(result.words, inputs, wide, result.survivors)
     text = wide.to_bytes().decode()
     for other in ("500.0", "true", '"500"', "4"):
@@ -698,7 +699,7 @@ def test_bad_cohorts_and_damaged_plans_are_refused() -> None:
         damaged[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
         with suppress(FedgraftError):
             assert Plan.from_bytes(bytes(damaged)).digest != plan.digest
-    with pytest.raises(FedgraftError, match="lies in"):
+    with raises("E-PRIVACY-SUM-WEIGHT"):
         weighted_input(torch.zeros(2), 1.5)
 
 
@@ -712,7 +713,7 @@ def test_without_the_package_a_sentence_says_what_to_install(monkeypatch: pytest
 
     secure_keys._crypto.cache_clear()
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(MissingExtra, match=r"fedgraft\[secure\]"):
+    with raises("E-MISSING-EXTRA", extra="secure"):
         secure_keys.public_key(bytes(32))
     monkeypatch.undo()
     secure_keys._crypto.cache_clear()

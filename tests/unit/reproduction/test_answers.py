@@ -47,8 +47,9 @@ def test_words_written_for_other_verdicts_are_not_shown() -> None:
 def test_a_number_that_is_not_there_is_one_sentence(mark: str) -> None:
     question, told = _told("q1")
     wrong = question.model_copy(update={"answer": Answer(text=f"{{{mark}}}", when={"q1-head": SUPPORTED})})
-    with pytest.raises(FedgraftError, match="an answer names"):
+    with pytest.raises(FedgraftError) as caught:
         in_words(wrong, read(RESULTS)["q1"], told)
+    assert caught.value.code in ("E-REPRODUCTION-ANSWER-NUMBER", "E-REPRODUCTION-ANSWER-MARK")
 
 
 def test_the_page_that_opens_alone_has_everything(tmp_path: Path) -> None:

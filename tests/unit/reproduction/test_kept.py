@@ -13,11 +13,11 @@ from reproduction.kept import pack, unpack
 from reproduction.question import load_question
 from reproduction.reproduce import TUNING_SEED, Work, reproduce
 from reproduction.runs import FinishedRuns, curve, finished_attacks, measure_of
+from tests.support.errors import raises
 
 from fedgraft.config.load import from_folder, load, to_toml
 from fedgraft.consortium.attack import AttackPlan
 from fedgraft.consortium.attacked import OUTCOME
-from fedgraft.core.errors import FedgraftError
 from fedgraft.runs.folder import RunFolder
 
 
@@ -81,7 +81,7 @@ def test_a_file_that_points_outside_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(whole := io.BytesIO(), "w") as archive:
         archive.writestr("../x/run.json", "{}")
     (tmp_path / "runs.zip").write_bytes(lzma.compress(whole.getvalue()))
-    with pytest.raises(FedgraftError, match="outside"):
+    with raises("E-REPRODUCTION-ARCHIVE", name="../x/run.json"):
         unpack(tmp_path / "runs.zip", tmp_path / "runs", {})
 
 

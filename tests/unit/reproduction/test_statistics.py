@@ -11,8 +11,8 @@ from reproduction.rounds import compare_rounds, rounds_to
 from reproduction.statistics import ALPHA, Effect, bca, detectable, differences, paired, power, unpaired
 from reproduction.verdicts import Check, Claim, Dense, Fact, Verdict, gate, judge
 from scipy import stats
+from tests.support.errors import raises
 
-from fedgraft.core.errors import FedgraftError
 from reproduction import statistics
 
 MET, UNMET = Check("range", 6.0, 5.0), Check("range", 4.0, 5.0)
@@ -68,7 +68,7 @@ def test_ratios_are_geometric() -> None:
     )
     held = paired(series([2.0, 8.0]), series([1.0, 1.0]), against=4.0, ratio=True)
     assert held and held.value == pytest.approx(0.0) and held.natural(held.value) == pytest.approx(4.0)
-    with pytest.raises(FedgraftError, match="a ratio needs numbers above zero, not 0"):
+    with raises("E-REPRODUCTION-RATIO"):
         paired(series([0.0, 1.0]), series([1.0, 1.0]), ratio=True)
 
 
@@ -84,7 +84,7 @@ def test_a_missing_seed_is_left_out_and_named() -> None:
 def test_without_spread_there_is_no_interval() -> None:
     for effect in (of(5.0), of(1.0, 1.0, 1.0), paired(series([70.3, 60.1, 50.7]), series([70.2, 60.0, 50.6]))):
         assert effect and not effect.judgeable and "no interval" in str(effect)
-        with pytest.raises(FedgraftError, match="without spread has no interval"):
+        with raises("E-REPRODUCTION-NO-SPREAD"):
             effect.interval()
 
 
@@ -141,7 +141,7 @@ def test_bca_is_scipys_at_its_level_and_refuses_few() -> None:
     ).confidence_interval
     assert (low, high) == pytest.approx((theirs.low, theirs.high), rel=0.08)  # two bootstraps
     for few in ([1.0, 2.0, 3.0], [1.0] * 9):
-        with pytest.raises(FedgraftError, match="a BCa interval needs 8 numbers that vary"):
+        with raises("E-REPRODUCTION-BCA"):
             bca(few)
 
 
@@ -160,7 +160,7 @@ def test_power_by_simulation(n: int, pairs: bool) -> None:
 def test_three_seeds_with_a_correction_for_ten_claims_see_next_to_nothing() -> None:
     assert detectable(1.0, 3, alpha=ALPHA / 10) > 9  # standard deviations: what the old page had
     assert detectable(1.0, 5) == pytest.approx(1.68, abs=0.01)
-    with pytest.raises(FedgraftError, match="power needs two seeds"):
+    with raises("E-REPRODUCTION-POWER"):
         power(1.0, 1.0, 1)
 
 
@@ -286,9 +286,9 @@ def test_what_cannot_be_judged_is_undecided_and_spoils_nothing_else() -> None:
     assert found["flat"].p is None and "said to be a fact" in found["flat"].why
     assert found["good"] == judge({"good": good})["good"] and found["good"].word == "supported"
     assert "without seed 2" in found["gap"].why
-    with pytest.raises(FedgraftError, match="must be above 0"):
+    with raises("E-REPRODUCTION-SMALLEST-EFFECT", least=0):
         Claim(None, "same", 0.0)
-    with pytest.raises(FedgraftError, match="must be above 1"):
+    with raises("E-REPRODUCTION-SMALLEST-EFFECT", least=1):
         Claim(paired(series([2.0, 3.0]), series([1.0, 1.0]), ratio=True), "same", 0.5)
 
 
@@ -346,9 +346,9 @@ def test_rounds_to_a_target_show_grid_start_and_censoring() -> None:
     assert str(rounds_to(curves, 90)) == "90 not reached in 12 rounds (0 of 3 runs)"
     assert [str(r) for r in rounds_to(curves, 50).runs.values()] == ["at the start"] * 3
     assert str(rounds_to({0: {0: 1, 5: 2}}, 3).runs[0]) == "not reached in 5"
-    with pytest.raises(FedgraftError, match="the curve of seed 7 lacks round 0"):
+    with raises("E-REPRODUCTION-NO-START", seed=7):
         rounds_to({7: {5: 1.0}}, 1.0)
-    with pytest.raises(FedgraftError, match="an arm without runs"):
+    with raises("E-REPRODUCTION-NO-RUNS"):
         rounds_to({}, 1.0)
 
 

@@ -32,7 +32,12 @@ def action_named(name: str) -> Action:
     """Return the action of this name; an unknown one is an error of the program that asks."""
     action = ACTIONS.get(name)
     if action is None:
-        raise FedgraftError(f"there is no client action {name!r}; there are {', '.join(sorted(ACTIONS))}.")
+        raise FedgraftError(
+            "E-CLIENT-ACTION",
+            f"there is no client action {name!r}",
+            f"there are {', '.join(sorted(ACTIONS))}",
+            action=name,
+        )
     return action
 
 

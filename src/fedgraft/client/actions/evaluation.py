@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.action import Action, Phase, sum_action
-from fedgraft.client.context import ClientContext, empty_response, features, model_vector
+from fedgraft.client.action import Action, RunPhase, sum_action
+from fedgraft.client.context import ClientContext, empty_response, model_vector, pooled_batches
 from fedgraft.client.request_checks import require_settings, require_tensor
 from fedgraft.client.train import choose_cluster_model, evaluate_finetuned
 from fedgraft.core.client_memory import ClientMemory
@@ -40,7 +40,7 @@ def _requested_split(request: Request, context: ClientContext) -> tuple[Examples
 # ---- count: right answers and losses of common models
 
 
-def count(request: Request, context: ClientContext) -> dict[str, Tensor]:
+def count_models(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """Return for each model: right answers, right among the first five, sum of losses, images.
 
     The models are the request's vector, or heads (n, classes, width + 1) on the untouched backbone. Only these numbers
@@ -60,7 +60,7 @@ def count(request: Request, context: ClientContext) -> dict[str, Tensor]:
 def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
     """Return the counts of each head, (n, 4)."""
     counts = torch.zeros(len(heads), 4, dtype=torch.float64)
-    for batch, labels in features(context, rows):
+    for batch, labels in pooled_batches(context, rows):
         ones = torch.ones(len(batch), 1, dtype=torch.float64)
         z = torch.cat([batch.double(), ones], dim=1)  # (B, width + 1)
         for i, head in enumerate(heads):
@@ -76,7 +76,7 @@ def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
 def _answer_count(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response, ClientMemory]:
-    return replace(empty_response(request, context), sums=count(request, context)), memory
+    return replace(empty_response(request, context), sums=count_models(request, context)), memory
 
 
 def _validate_count(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
@@ -123,7 +123,11 @@ def evaluate_on_own_tests(
 ) -> tuple[Response, ClientMemory]:
     """Measure the request's model, or the client's own, on its test images, before and after fine-tuning."""
     if context.tests is None or context.test_rows is None:
-        raise FedgraftError(f"client {request.client} has no test rows of its own to evaluate on")
+        raise FedgraftError(
+            "E-CLIENT-NO-TEST-ROWS",
+            f"client {request.client} has no test rows of its own to evaluate on",
+            client=request.client,
+        )
     rows = context.test_rows(request.client)
     request, _ = choose_cluster_model(request, algorithm, context)
     own_model = algorithm.client_state.own_model(model_vector(request), memory)
@@ -159,7 +163,7 @@ def _own_test_images(request: Request, context: ClientContext) -> int:
 ACTIONS = [
     Action(
         "count",
-        Phase.EVALUATION,
+        RunPhase.EVALUATION,
         "evaluation at the clients",
         _answer_count,
         validate=_validate_count,
@@ -170,7 +174,7 @@ ACTIONS = [
         "scores",
         score_sums,
         _score_summands,
-        phase=Phase.EVALUATION,
+        phase=RunPhase.EVALUATION,
         progress_label="evaluation at the clients: sums of scores",
         settings={"split": str},
         model="edit_space",
@@ -178,7 +182,7 @@ ACTIONS = [
     ),
     Action(
         "evaluate",
-        Phase.EVALUATION,
+        RunPhase.EVALUATION,
         "evaluation by the clients",
         evaluate_on_own_tests,
         model="edit_space",

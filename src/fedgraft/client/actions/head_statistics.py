@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedgraft.client.action import Phase, sum_action
-from fedgraft.client.context import ClientContext, features
+from fedgraft.client.action import RunPhase, sum_action
+from fedgraft.client.context import ClientContext, pooled_batches
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Network
 from fedgraft.privacy.secagg.ring import Summand
@@ -39,7 +39,7 @@ def statistics(request: Request, context: ClientContext) -> dict[str, Tensor]:
     side = network.width + 1
     gram = torch.zeros(side, side, dtype=torch.float64)
     cross = torch.zeros(side, network.classes, dtype=torch.float64)
-    for batch, labels in features(context, context.rows(request.client)):
+    for batch, labels in pooled_batches(context, context.rows(request.client)):
         z = _with_ones(batch.double())
         gram += z.T @ z
         cross.index_add_(1, labels, z.T)
@@ -72,7 +72,7 @@ def _statistics_implausible(response: Response) -> str:
 def class_sums(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """Return summed features by class with their counts, (width + 1, classes): what class means need."""
     cross = torch.zeros(context.network.width + 1, context.network.classes, dtype=torch.float64)
-    for batch, labels in features(context, context.rows(request.client)):
+    for batch, labels in pooled_batches(context, context.rows(request.client)):
         cross.index_add_(1, labels, _with_ones(batch.double()).T)
     return {"cross": cross}
 
@@ -115,7 +115,7 @@ def head_gradient(request: Request, context: ClientContext) -> dict[str, Tensor]
     rows = context.rows(request.client)
     gradient = torch.zeros_like(head)
     loss = torch.zeros(1, dtype=head.dtype)
-    for batch, labels in features(context, rows):
+    for batch, labels in pooled_batches(context, rows):
         z = _with_ones(batch.to(head.dtype))
         logits = z @ head.T
         loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -149,7 +149,7 @@ ACTIONS = [
         "statistics",
         statistics,
         _statistics_summands,
-        phase=Phase.HEAD,
+        phase=RunPhase.HEAD,
         progress_label="head initialisation: sums over the features",
         implausible=_statistics_implausible,
     ),
@@ -157,7 +157,7 @@ ACTIONS = [
         "class_sums",
         class_sums,
         _class_sums_summands,
-        phase=Phase.HEAD,
+        phase=RunPhase.HEAD,
         progress_label="head initialisation: class sums",
         implausible=_class_sums_implausible,
     ),
@@ -165,7 +165,7 @@ ACTIONS = [
         "head_gradient",
         head_gradient,
         _head_gradient_summands,
-        phase=Phase.HEAD,
+        phase=RunPhase.HEAD,
         progress_label="head initialisation: one step of the logistic regression",
         tensors=_head_tensor,
         implausible=_head_gradient_implausible,
@@ -174,7 +174,7 @@ ACTIONS = [
         "class_counts",
         class_counts,
         _class_counts_summands,
-        phase=Phase.CALIBRATION,
+        phase=RunPhase.CALIBRATION,
         progress_label="class counts of the federation",
         implausible=_class_counts_implausible,
     ),

@@ -1,4 +1,4 @@
-"""What clients of a secure sum sign: adverts of their keys, lists of who is left. Peers and the server check both."""
+"""What clients of a secure sum sign: adverts of their keys and lists of survivors. Peers and the server check both."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES
 from fedgraft.privacy.secagg.plan import Plan
 
 SIGNED = ("box", "mask", "identity", "ground")
-"""What a client's advert says of it, 32 bytes each, before the signature."""
+"""Fields of an advert, 32 bytes each, before the signature; `ground` is the fingerprint of the run."""
 ADVERT_BYTES = len(SIGNED) * KEY_BYTES + SIGNATURE_BYTES
 
 
 def part_of(advert: bytes, kind: str) -> bytes:
-    """One of the things that an advert says."""
+    """Return one field of an advert."""
     begin = KEY_BYTES * SIGNED.index(kind)
     return advert[begin : begin + KEY_BYTES]
 
 
 def advert_text(plan: Plan, client: int, public: bytes, drawn: Sequence[int]) -> bytes:
-    """What a client signs about itself: its keys, its ground and its holders, in this plan and no other."""
+    """Return what a client signs about itself: keys, run fingerprint and share holders, bound to this plan."""
     return plan.bound("advert", client, public.hex(), *drawn)
 
 
 def genuine(plan: Plan, client: int, advert: bytes, drawn: Sequence[int]) -> bool:
-    """Whether the identity that an advert names signed it, with holders that the client can have drawn."""
-    public, signature = advert[:-SIGNATURE_BYTES], advert[-SIGNATURE_BYTES:]
-    signed = crypto.verify(part_of(advert, "identity"), signature, advert_text(plan, client, public, drawn))
+    """Return whether the identity named in an advert signed it, with holders that the client can have drawn."""
+    public = advert[:-SIGNATURE_BYTES]
+    signature = advert[-SIGNATURE_BYTES:]
+    text = advert_text(plan, client, public, drawn)
+    signed = crypto.verify_signature(part_of(advert, "identity"), signature, text)
     return signed and plan.could_draw(client, drawn)
 
 
 def lists_text(plan: Plan, shared: Sequence[int], alive: Sequence[int]) -> bytes:
-    """What all survivors sign: the same bytes exactly when they were shown the same lists."""
+    """Return what all survivors sign: the same bytes exactly when the server sent them the same lists."""
     return plan.bound("lists", str(list(shared)), str(list(alive)))

@@ -6,11 +6,11 @@ import hashlib
 import json
 
 from fedgraft.core.messages import Request
-from fedgraft.privacy.secagg.client import digest_of
+from fedgraft.privacy.secagg.client import payload_digest
 
 
 def request_digest(request: Request) -> str:
-    """Return a digest of everything a request asks for: action, space, all settings, the model, further vectors.
+    """Return a digest of everything in a request: action, space, all settings, the model, further vectors.
 
     Run, number and clients are in the plan itself. What a stage adds (`plan`, `data:...`) is not part of the request.
     """
@@ -21,4 +21,4 @@ def request_digest(request: Request) -> str:
             vectors[name] = tensor
     if request.vector is not None:
         vectors[""] = request.vector
-    return hashlib.sha256(f"{plain}\x1e{digest_of(vectors)}".encode()).hexdigest()
+    return hashlib.sha256(f"{plain}\x1e{payload_digest(vectors)}".encode()).hexdigest()

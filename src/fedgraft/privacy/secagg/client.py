@@ -1,10 +1,10 @@
 """A client's side of the secure sum (Bonawitz et al. 2017, with double masking and a consistency round).
 
-One method per stage. A method takes what the server sent, checks it, and returns what goes back; anything an honest
+One method per stage. A method takes the server's payload, checks it, and returns the client's; anything an honest
 server would not send raises `SecureRefusal`, after which this client is out of the round. Stages go forward only, so
-a client answers each of them once and never gives both shares of one peer. A server that lost an answer (it crashed, it
-was resumed) may put the very same question again and gets the very same bytes: it learns nothing that it was not told
-before. Another question to a stage that was answered is refused.
+a client answers each of them once and never reveals both shares of one peer. A server that lost an answer (it crashed,
+it was resumed) may send the very same payload again and gets the very same bytes, so it learns nothing new. Another
+payload for a stage that was answered is refused.
 """
 
 from __future__ import annotations
@@ -29,57 +29,64 @@ from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES, TAG_BYTES, 
 from fedgraft.privacy.secagg.plan import STAGES, Data, Plan
 
 BOX_BYTES = 2 * shamir.SHARE_BYTES + TAG_BYTES
+"""Length of a sealed box: a share of the mask key and a share of the seed."""
 
 
 def as_tensor(rows: bytes | Sequence[bytes]) -> Tensor:
-    """Bytes as uint8 (n,), or a list of equally long ones as (m, n)."""
+    """Return bytes as uint8 (n,), or a list of equally long ones as (m, n)."""
     if isinstance(rows, bytes):
         return torch.from_numpy(np.frombuffer(rows, dtype=np.uint8).copy())
-    width = len(rows[0]) if rows else 0
+    width = 0
+    if rows:
+        width = len(rows[0])
     return as_tensor(b"".join(rows)).view(len(rows), width)
 
 
 def as_rows(tensor: Tensor) -> list[bytes]:
-    """The rows of a uint8 matrix."""
+    """Return the rows of a uint8 matrix as bytes."""
     return [row.tobytes() for row in tensor.numpy()]
 
 
-def digest_of(data: Data) -> str:
-    """Identity of what a message of the protocol carries."""
-    h = hashlib.sha256()
+def payload_digest(data: Data) -> str:
+    """Return the SHA-256 digest of a message's tensors, names and shapes included."""
+    digest = hashlib.sha256()
     for name in sorted(data):
         tensor = data[name].contiguous()
-        h.update(f"{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}\x1e".encode())
-        h.update(tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
-    return h.hexdigest()
+        digest.update(f"{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}\x1e".encode())
+        if tensor.numel():
+            digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 @dataclass
-class Progress:
-    """What a client keeps between stages; plain enough for a node's memory."""
+class ClientProgress:
+    """What a client stores between stages; plain enough for a node's memory."""
 
     stage: int = 0
+    """Index of the next stage; -1 after a refusal."""
     box_key: str = ""
     mask_key: str = ""
     seed: str = ""
     drawn: list[int] = field(default_factory=list)
-    """Holders of the own shares; none: all others are."""
+    """Holders of the own shares; empty: all others."""
     adverts: dict[str, str] = field(default_factory=dict)
-    """Those tied to this client that advertised: id -> the public keys and signature."""
+    """Adverts of the neighbours that advertised, by id: public keys and signature."""
     owners: list[int] = field(default_factory=list)
-    """Those of them whose shares this client holds."""
+    """Neighbours whose shares this client holds."""
     masked: list[int] = field(default_factory=list)
-    """Those it shares a mask with."""
+    """Neighbours this client shares a pairwise mask with."""
     shares: dict[str, str] = field(default_factory=dict)
     """id -> share of its mask key and share of its seed; the own ones too."""
     alive: list[int] = field(default_factory=list)
+    """Clients whose masked input arrived, as the server listed them."""
     shared: list[int] = field(default_factory=list)
-    told: dict[str, list[str]] = field(default_factory=dict)
-    """stage -> digest of the question, digest of the answer, and the answer itself where it is small."""
+    """Clients that shared their keys, as the server listed them."""
+    answered: dict[str, list[str]] = field(default_factory=dict)
+    """stage -> digest of the payload, digest of the answer, and the packed answer itself where it is small."""
 
 
 class SecureClient:
-    """One client in one round. `entropy` gives key material; the default is the operating system's."""
+    """One client in one sum. `entropy` gives key material; the default is the operating system's."""
 
     def __init__(
         self,
@@ -90,213 +97,301 @@ class SecureClient:
         run_fingerprint: str = "",
     ) -> None:
         if client not in plan.places:
-            raise SecureRefusal(f"client {client} is not in the plan of this secure sum")
+            raise SecureRefusal(
+                f"client {client} is not in the plan of this secure sum", check="membership", client=client
+            )
         if len(plan.clients) < identity.least:
-            raise SecureRefusal(f"a secure sum of {len(plan.clients)} clients is too small to hide in")
-        self.plan, self.client, self.identity, self.entropy = plan, client, identity, entropy
+            raise SecureRefusal(f"a secure sum of {len(plan.clients)} clients is too small to hide in", check="cohort")
+        self.plan = plan
+        self.client = client
+        self.identity = identity
+        self.entropy = entropy
         self.run_fingerprint = hashlib.sha256(run_fingerprint.encode()).digest()
-        """What this client was told of the run besides its orders: the same as all clients of the sum."""
-        self.progress = Progress()
+        """Digest of everything this client knows of the run besides its requests; equal for all clients of the sum."""
+        self.progress = ClientProgress()
 
     def state(self) -> bytes:
-        """Everything needed to go on later with `resume`, secrets included."""
+        """Return everything needed to continue later with `resume`, secrets included."""
         return json.dumps(asdict(self.progress)).encode()
 
     @classmethod
     def resume(
         cls, plan: Plan, client: int, identity: Identity, state: bytes, run_fingerprint: str = ""
     ) -> SecureClient:
-        """The client that wrote this state."""
-        self = cls(plan, client, identity, run_fingerprint=run_fingerprint)
-        self.progress = Progress(**json.loads(state))
-        return self
+        """Return the client that wrote this state."""
+        resumed = cls(plan, client, identity, run_fingerprint=run_fingerprint)
+        resumed.progress = ClientProgress(**json.loads(state))
+        return resumed
 
     def answer(self, stage: str, data: Data, words: Callable[[], np.ndarray] | None = None) -> dict[str, Tensor]:
-        """Dispatch by the name of the stage; `words` gives the encoded input when it is time to mask it."""
+        """Return the answer to a stage; `words` gives the encoded input when it is time to mask it."""
         if stage not in STAGES:
-            raise SecureRefusal(f"a secure sum has no stage {stage[:40]!r}")
+            raise SecureRefusal(f"a secure sum has no stage {stage[:40]!r}", check="stage")
         if stage == "masked" and words is None:
-            raise FedgraftError("the stage 'masked' of a secure sum needs the client's encoded input")
-        question = digest_of(data)
-        if stage in self.progress.told:
-            return self._again(stage, question, data, words)
-        answers: dict[str, Callable[[Data], dict[str, Tensor]]] = {
-            "keys": self.keys,
-            "shares": self.shares,
-            "consistency": self.consistency,
-            "unmask": self.unmask,
-        }
-        found = self.masked(data, words()) if words is not None and stage == "masked" else answers[stage](data)
-        small = "" if stage == "masked" else pack(Response("", 0, 0, evidence=found)).hex()
-        self.progress.told[stage] = [question, digest_of(found), small]
-        return found
+            raise FedgraftError(
+                "E-PRIVACY-SUM-INPUT", "the stage 'masked' of a secure sum needs the client's encoded input"
+            )
+        digest = payload_digest(data)
+        if stage in self.progress.answered:
+            return self._repeat_answer(stage, digest, words)
+        if stage == "keys":
+            answer = self.keys(data)
+        elif stage == "shares":
+            answer = self.shares(data)
+        elif stage == "masked":
+            assert words is not None
+            answer = self.masked(data, words())
+        elif stage == "consistency":
+            answer = self.consistency(data)
+        else:
+            answer = self.unmask(data)
+        stored = ""
+        if stage != "masked":  # that one is as long as the model
+            stored = pack(Response("", 0, 0, evidence=answer)).hex()
+        self.progress.answered[stage] = [digest, payload_digest(answer), stored]
+        return answer
 
-    def _again(
-        self, stage: str, question: str, data: Data, words: Callable[[], np.ndarray] | None
-    ) -> dict[str, Tensor]:
-        """The answer that was given to this very question."""
-        asked, given, small = self.progress.told[stage]
-        if asked != question:
-            raise SecureRefusal(f"the stage {stage!r} of this secure sum was answered to another question", "repeat")
-        if small:
-            return dict(unpack(Response, bytes.fromhex(small)).evidence)
+    def _repeat_answer(self, stage: str, digest: str, words: Callable[[], np.ndarray] | None) -> dict[str, Tensor]:
+        """Return the answer that was sent for this very payload; refuse any other payload."""
+        answered_digest, answer_digest, stored = self.progress.answered[stage]
+        if answered_digest != digest:
+            raise SecureRefusal(
+                f"the stage {stage!r} of this secure sum was answered to another question", "repeat", check="payload"
+            )
+        if stored:
+            return dict(unpack(Response, bytes.fromhex(stored)).evidence)
         assert words is not None
-        found = self._hide(words(), self.progress.masked)  # made anew: it is as long as the model
-        if digest_of(found) != given:  # under the same masks even the difference of two inputs would show
-            raise SecureRefusal("this client's input to the secure sum is not the one it gave before", "repeat")
-        return found
+        answer = self._mask(words(), self.progress.masked)  # made anew: it is as long as the model
+        if payload_digest(answer) != answer_digest:  # under the same masks even the difference of two inputs would show
+            raise SecureRefusal(
+                "this client's input to the secure sum is not the one it gave before", "repeat", check="input"
+            )
+        return answer
 
     def keys(self, data: Data) -> dict[str, Tensor]:
-        """Draw this round's keys and publish them, signed."""
+        """Draw this sum's keys and publish them, signed."""
         with self._turn("keys"):
             self.identity.serve(self.plan)
             drawn = self.plan.draw(self.client, self.entropy)
             self.progress.drawn = list(drawn)
-            box, mask, seed = (self.entropy(KEY_BYTES) for _ in range(3))
-            self.progress.box_key, self.progress.mask_key, self.progress.seed = box.hex(), mask.hex(), seed.hex()
-            public = crypto.public_key(box) + crypto.public_key(mask) + self.identity.public + self.run_fingerprint
-            signature = crypto.sign(self.identity.private, advert_text(self.plan, self.client, public, drawn))
-            return {"advert": as_tensor(public + signature), "drawn": torch.tensor(drawn, dtype=torch.int64)}
+            box_key = self.entropy(KEY_BYTES)
+            mask_key = self.entropy(KEY_BYTES)
+            seed = self.entropy(KEY_BYTES)
+            self.progress.box_key = box_key.hex()
+            self.progress.mask_key = mask_key.hex()
+            self.progress.seed = seed.hex()
+            public_keys = crypto.public_key(box_key) + crypto.public_key(mask_key)
+            advertised = public_keys + self.identity.public + self.run_fingerprint
+            signature = crypto.sign(self.identity.private, advert_text(self.plan, self.client, advertised, drawn))
+            return {"advert": as_tensor(advertised + signature), "drawn": torch.tensor(drawn, dtype=torch.int64)}
 
     def shares(self, data: Data) -> dict[str, Tensor]:
-        """Check the others' keys, then send each holder a box with a share of the mask key and one of the seed."""
+        """Check the neighbours' keys, then send each holder a box with a share of the mask key and one of the seed."""
         with self._turn("shares"):
-            tied = self._ids(data, "ids", set(self.plan.clients) - {self.client})
-            adverts = dict(zip(tied, self._rows(data, "adverts", len(tied), ADVERT_BYTES), strict=True))
-            self._need(set(tied))
-            drawn = dict(zip(tied, self._drawn(data, tied), strict=True))
-            for v, advert in adverts.items():
-                self._check_advert(v, advert, drawn[v])
-            self.progress.adverts = {str(v): advert.hex() for v, advert in adverts.items()}
-            self.progress.owners = [v for v in tied if self.plan.holds(drawn[v], v, self.client)]
-            ids = [v for v in tied if self.plan.holds(self.progress.drawn, self.client, v)]
-            if set(tied) != {*ids, *self.progress.owners}:
-                raise SecureRefusal("a client is named as tied to this one that neither drew the other")
-            places = [self.plan.places[v] for v in (self.client, *ids)]
-            secrets = bytes.fromhex(self.progress.mask_key), bytes.fromhex(self.progress.seed)
-            one, two = (shamir.split(s, self.plan.needed, places, self.entropy) for s in secrets)
-            pairs = {v: one[self.plan.places[v]] + two[self.plan.places[v]] for v in (self.client, *ids)}
-            self.progress.shares = {str(self.client): pairs[self.client].hex()}
+            self._read_adverts(data)
+            holders = self._own_holders()
+            points = [self.plan.places[holder] for holder in (self.client, *holders)]
+            mask_key = bytes.fromhex(self.progress.mask_key)
+            seed = bytes.fromhex(self.progress.seed)
+            key_shares = shamir.split(mask_key, self.plan.needed, points, self.entropy)
+            seed_shares = shamir.split(seed, self.plan.needed, points, self.entropy)
+            own_point = self.plan.places[self.client]
+            self.progress.shares = {str(self.client): (key_shares[own_point] + seed_shares[own_point]).hex()}
             agree = crypto.agreement(bytes.fromhex(self.progress.box_key))
-            lids = {v: self.plan.bound("box", self.client, v) for v in ids}
-            boxes = [crypto.seal(agree(self._public(v, "box"), lids[v]), pairs[v], lids[v]) for v in ids]
-            return {"boxes": as_tensor(boxes), "commitment": as_tensor(crypto.commitment(secrets[1]))}
+            boxes = []
+            for holder in holders:
+                point = self.plan.places[holder]
+                purpose = self.plan.bound("box", self.client, holder)
+                box_key = agree(self._public(holder, "box"), purpose)
+                boxes.append(crypto.seal(box_key, key_shares[point] + seed_shares[point], purpose))
+            return {"boxes": as_tensor(boxes), "commitment": as_tensor(crypto.commitment(seed))}
+
+    def _read_adverts(self, data: Data) -> None:
+        """Check and store the adverts of the neighbours, and whose shares this client will hold."""
+        neighbours = self._read_ids(data, "ids", set(self.plan.clients) - {self.client})
+        adverts = self._read_rows(data, "adverts", len(neighbours), ADVERT_BYTES)
+        self._need(set(neighbours))
+        draws = self._read_draws(data, neighbours)
+        owners = []
+        for neighbour, advert, drawn in zip(neighbours, adverts, draws, strict=True):
+            self._check_advert(neighbour, advert, drawn)
+            self.progress.adverts[str(neighbour)] = advert.hex()
+            if self.plan.holds(drawn, neighbour, self.client):
+                owners.append(neighbour)
+        self.progress.owners = owners
+        if set(neighbours) != {*self._own_holders(), *owners}:
+            raise SecureRefusal("a client is named as tied to this one that neither drew the other", check="neighbours")
+
+    def _own_holders(self) -> list[int]:
+        """Return the neighbours that hold shares of this client."""
+        neighbours = [int(neighbour) for neighbour in self.progress.adverts]
+        return [other for other in neighbours if self.plan.holds(self.progress.drawn, self.client, other)]
 
     def masked(self, data: Data, words: np.ndarray) -> dict[str, Tensor]:
-        """Open the boxes of those that go on, and hide the encoded input under one mask per pair and one of its own."""
+        """Open the boxes of those that go on, and return the input under one mask per pair and one of its own."""
         with self._turn("masked"):
-            ids = self._ids(data, "ids", {int(v) for v in self.progress.adverts})
-            owners = [v for v in ids if v in set(self.progress.owners)]
-            boxes = self._rows(data, "boxes", len(owners), BOX_BYTES)
-            self._need(set(ids))
+            neighbours = self._read_ids(data, "ids", self._neighbours())
+            held = set(self.progress.owners)
+            owners = [neighbour for neighbour in neighbours if neighbour in held]
+            boxes = self._read_rows(data, "boxes", len(owners), BOX_BYTES)
+            self._need(set(neighbours))
             if words.dtype != np.uint32 or words.shape != (self.plan.ring.length,):
-                raise FedgraftError(f"the input of the secure sum is not {self.plan.ring.length} words")
+                raise FedgraftError(
+                    "E-PRIVACY-SUM-WORDS",
+                    f"the input of the secure sum is not {self.plan.ring.length} words",
+                    expected=self.plan.ring.length,
+                )
             agree = crypto.agreement(bytes.fromhex(self.progress.box_key))
-            for v, box in zip(owners, boxes, strict=True):
-                lid = self.plan.bound("box", v, self.client)
-                self.progress.shares[str(v)] = crypto.unseal(agree(self._public(v, "box"), lid), box, lid, v).hex()
-            self.progress.masked = ids
-            return self._hide(words, ids)
+            for owner, box in zip(owners, boxes, strict=True):
+                purpose = self.plan.bound("box", owner, self.client)
+                box_key = agree(self._public(owner, "box"), purpose)
+                self.progress.shares[str(owner)] = crypto.unseal(box_key, box, purpose, owner).hex()
+            self.progress.masked = neighbours
+            return self._mask(words, neighbours)
 
-    def _hide(self, words: np.ndarray, ids: Sequence[int]) -> dict[str, Tensor]:
-        hidden = words.copy()
-        crypto.add_keystream(hidden, self_key(self.plan, self.client, bytes.fromhex(self.progress.seed)))
+    def _mask(self, words: np.ndarray, neighbours: Sequence[int]) -> dict[str, Tensor]:
+        """Return the words under this client's own mask and one mask per neighbour."""
+        masked = words.copy()
+        crypto.add_keystream(masked, self_key(self.plan, self.client, bytes.fromhex(self.progress.seed)))
         agree = crypto.agreement(bytes.fromhex(self.progress.mask_key))
-        for v in ids:
-            key = pair_key(self.plan, self.client, v, agree, self._public(v, "mask"))
-            crypto.add_keystream(hidden, key, 1 if v > self.client else -1)
-        return {"masked": torch.from_numpy(hidden)}
+        for neighbour in neighbours:
+            key = pair_key(self.plan, self.client, neighbour, agree, self._public(neighbour, "mask"))
+            sign = 1 if neighbour > self.client else -1  # the pair's masks cancel in the sum
+            crypto.add_keystream(masked, key, sign)
+        return {"masked": torch.from_numpy(masked)}
 
     def consistency(self, data: Data) -> dict[str, Tensor]:
         """Check the lists of who shared and who survived, and sign them."""
         with self._turn("consistency"):
-            shared = self._ids(data, "shared", set(self.plan.clients))
-            alive = self._ids(data, "alive", set(shared))
-            tied, seen = {int(v) for v in self.progress.adverts}, {self.client, *self.progress.masked}
-            if set(shared) & {self.client, *tied} != seen:
-                raise SecureRefusal("the list of who shared keys is not the one this client masked for")
+            shared = self._read_ids(data, "shared", set(self.plan.clients))
+            alive = self._read_ids(data, "alive", set(shared))
+            masked_for = {self.client, *self.progress.masked}
+            if set(shared) & {self.client, *self._neighbours()} != masked_for:
+                raise SecureRefusal(
+                    "the list of who shared keys is not the one this client masked for", check="shared list"
+                )
             if self.client not in alive:
-                raise SecureRefusal("this client sent its input and is listed as lost")
+                raise SecureRefusal("this client sent its input and is listed as lost", check="survivor list")
             self._need(set(alive))
-            self.progress.shared, self.progress.alive = shared, alive
+            self.progress.shared = shared
+            self.progress.alive = alive
             return {"signature": as_tensor(crypto.sign(self.identity.private, self._lists()))}
 
     def unmask(self, data: Data) -> dict[str, Tensor]:
-        """If enough neighbours signed the same lists: seed shares of the survivors, key shares of the lost."""
+        """Return seed shares of survivors and key shares of lost clients, once enough neighbours signed the lists."""
         with self._turn("unmask"):
-            ids = self._ids(data, "ids", set(self.progress.alive) & {int(v) for v in self.progress.adverts})
-            signatures = self._rows(data, "signatures", len(ids), SIGNATURE_BYTES)
-            self._need(set(ids))
+            alive = set(self.progress.alive)
+            signers = self._read_ids(data, "ids", alive & self._neighbours())
+            signatures = self._read_rows(data, "signatures", len(signers), SIGNATURE_BYTES)
+            self._need(set(signers))
             text = self._lists()
-            for v, signature in zip(ids, signatures, strict=True):
-                if not crypto.verify(self._public(v, "identity"), signature, text):
-                    raise SecureRefusal(f"client {v} did not sign the list of survivors that this client was shown")
-            alive, size = set(self.progress.alive), shamir.SHARE_BYTES
-            shares = {v: bytes.fromhex(self.progress.shares[str(v)]) for v in sorted(map(int, self.progress.shares))}
-            self.progress.shares = {}  # given once
-            return {"shares": as_tensor([s[size:] if v in alive else s[:size] for v, s in shares.items()])}
+            for signer, signature in zip(signers, signatures, strict=True):
+                if not crypto.verify_signature(self._public(signer, "identity"), signature, text):
+                    raise SecureRefusal(
+                        f"client {signer} did not sign the list of survivors that this client was shown",
+                        check="signature",
+                        client=signer,
+                    )
+            revealed = []
+            for owner in sorted(map(int, self.progress.shares)):
+                both_shares = bytes.fromhex(self.progress.shares[str(owner)])
+                if owner in alive:
+                    revealed.append(both_shares[shamir.SHARE_BYTES :])
+                else:
+                    revealed.append(both_shares[: shamir.SHARE_BYTES])
+            self.progress.shares = {}  # revealed once
+            return {"shares": as_tensor(revealed)}
 
     @contextmanager
     def _turn(self, stage: str) -> Iterator[None]:
-        """Stages in their order, each once; whoever refuses in one is out of the later ones."""
+        """Enforce the order of stages, each once; a client that refuses in one is out of the later ones."""
         if self.progress.stage != STAGES.index(stage):
-            raise SecureRefusal(f"the stage {stage!r} of this secure sum was asked for out of turn or twice")
+            raise SecureRefusal(
+                f"the stage {stage!r} of this secure sum was asked for out of turn or twice", check="turn", stage=stage
+            )
         self.progress.stage = -1
         yield
         self.progress.stage = STAGES.index(stage) + 1
 
-    def _need(self, present: set[int]) -> None:
-        if not self.plan.enough(self.client, self.progress.drawn, present | {self.client}):
-            raise SecureRefusal(f"fewer than {self.plan.needed} holders of this client's shares are left")
+    def _neighbours(self) -> set[int]:
+        """Return the clients tied to this one that advertised."""
+        return set(map(int, self.progress.adverts))
 
-    def _drawn(self, data: Data, ids: Sequence[int]) -> list[tuple[int, ...]]:
-        """Whom each of these drew."""
+    def _need(self, present: set[int]) -> None:
+        """Refuse to go on with fewer holders of this client's shares than open its secrets."""
+        if not self.plan.enough(self.client, self.progress.drawn, present | {self.client}):
+            raise SecureRefusal(
+                f"fewer than {self.plan.needed} holders of this client's shares are left", check="holders"
+            )
+
+    def _read_draws(self, data: Data, neighbours: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the holders that each of these clients drew."""
         tensor = data.get("drawn")
-        if tensor is None or tensor.dtype != torch.int64 or tuple(tensor.shape) != (len(ids), self.plan.draws):
-            raise SecureRefusal("the table 'drawn' of the secure sum is missing or malformed")
+        shape = (len(neighbours), self.plan.draws)
+        if tensor is None or tensor.dtype != torch.int64 or tuple(tensor.shape) != shape:
+            raise _malformed("drawn", "table")
         return [tuple(row) for row in tensor.tolist()]
 
-    def _ids(self, data: Data, name: str, allowed: set[int]) -> list[int]:
-        """A sorted list of different ids, all of them allowed."""
+    def _read_ids(self, data: Data, name: str, allowed: set[int]) -> list[int]:
+        """Return a sorted list of different ids, all of them allowed."""
         tensor = data.get(name)
         if tensor is None or tensor.dtype != torch.int64 or tensor.dim() != 1:
-            raise SecureRefusal(f"the list {name!r} of the secure sum is missing or malformed")
-        ids = [int(v) for v in tensor]
+            raise _malformed(name, "list")
+        ids = tensor.tolist()
         if ids != sorted(set(ids)) or not set(ids) <= allowed:
             raise SecureRefusal(
-                f"the list {name!r} of the secure sum names a client twice or one that is foreign to it"
+                f"the list {name!r} of the secure sum names a client twice or one that is foreign to it",
+                check="ids",
+                name=name,
             )
-        return ids
+        return list(ids)
 
-    def _rows(self, data: Data, name: str, count: int, width: int) -> list[bytes]:
+    def _read_rows(self, data: Data, name: str, count: int, width: int) -> list[bytes]:
+        """Return the rows of a table of bytes."""
         tensor = data.get(name)
         if tensor is None or tensor.dtype != torch.uint8 or tuple(tensor.shape) != (count, width):
-            raise SecureRefusal(f"the table {name!r} of the secure sum is missing or malformed")
+            raise _malformed(name, "table")
         return as_rows(tensor)
 
     def _check_advert(self, client: int, advert: bytes, drawn: Sequence[int]) -> None:
+        """Refuse an advert of an unknown identity, without its signature, or for another run."""
         self.identity.recognise(client, part_of(advert, "identity"))
         if not genuine(self.plan, client, advert, drawn):
-            raise SecureRefusal(f"the keys of client {client} are not the ones it signed for this round")
+            raise SecureRefusal(
+                f"the keys of client {client} are not the ones it signed for this round", check="advert", client=client
+            )
         self._check_run_fingerprint(client, advert)
 
     def _check_run_fingerprint(self, client: int, advert: bytes) -> None:
+        """Refuse a peer that works on another run."""
         if part_of(advert, "ground") != self.run_fingerprint:
-            raise SecureRefusal(f"client {client} was told another config, head, edit space or classes", "binding")
+            raise SecureRefusal(
+                f"client {client} was told another config, head, edit space or classes",
+                "binding",
+                check="run fingerprint",
+                client=client,
+            )
 
     def _public(self, peer: int, kind: str) -> bytes:
-        """One of the public keys in a peer's advert."""
+        """Return one of the public keys in a peer's advert."""
         return part_of(bytes.fromhex(self.progress.adverts[str(peer)]), kind)
 
     def _lists(self) -> bytes:
+        """Return the text that survivors sign."""
         return lists_text(self.plan, self.progress.shared, self.progress.alive)
 
 
+def _malformed(name: str, kind: str) -> SecureRefusal:
+    """Return the refusal of a payload whose tensor is missing or of another type or shape."""
+    sentence = f"the {kind} {name!r} of the secure sum is missing or malformed"
+    return SecureRefusal(sentence, check="malformed", name=name)
+
+
 def self_key(plan: Plan, client: int, seed: bytes) -> bytes:
-    """Key of the mask that a client puts over its own input."""
+    """Return the key of the mask that a client puts over its own input."""
     return crypto.derive_key(seed, plan.bound("self", client))
 
 
-def pair_key(plan: Plan, one: int, other: int, agree: crypto.Agree, public: bytes) -> bytes:
-    """Key of the mask that two clients share; both sides derive the same."""
-    return agree(public, plan.bound("pair", min(one, other), max(one, other)))
+def pair_key(plan: Plan, client: int, peer: int, agree: crypto.Agree, public: bytes) -> bytes:
+    """Return the key of the mask that two clients share; both sides derive the same."""
+    return agree(public, plan.bound("pair", min(client, peer), max(client, peer)))

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +23,27 @@ from fedgraft.privacy.secagg.ring import Words
 if TYPE_CHECKING:
     from fedgraft.privacy.secagg.plan import Plan
 
-KEY_BYTES, SIGNATURE_BYTES, TAG_BYTES = 32, 64, 16
+KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+TAG_BYTES = 16
 Agree = Callable[[bytes, bytes], bytes]
+"""(peer's public key, purpose) -> the key that both share for this purpose."""
 _CHUNK = 1 << 18  # bytes of keystream at a time: stays in cache
 
 
 class SecureRefusal(Refused):
-    """A client does not go on with a secure sum because what it was sent is not what an honest server sends."""
+    """A client leaves a secure sum because an honest server would not have sent this message.
 
-    def __init__(self, sentence: str, rule: str = "secure sum") -> None:
-        super().__init__(sentence, rule)
+    The field `check` names what failed.
+    """
+
+    def __init__(self, sentence: str, rule: str = "secure sum", **fields: Any) -> None:
+        super().__init__(sentence, rule, **fields)
 
 
 @cache
 def _crypto() -> Any:
-    """The parts of `cryptography` in one place."""
+    """Return the classes of `cryptography` that are used here, under short names."""
     try:
         from cryptography import exceptions
         from cryptography.hazmat.primitives import ciphers, hashes
@@ -47,102 +53,115 @@ def _crypto() -> Any:
     except ImportError as error:
         raise MissingExtra("cryptography", "secure", "the secure sum") from error
 
-    class Parts:
-        Cipher, AES, CTR = ciphers.Cipher, algorithms.AES, modes.CTR
-        Box, HKDF, SHA256 = aead.ChaCha20Poly1305, hkdf.HKDF, hashes.SHA256
-        Private, Public = x25519.X25519PrivateKey, x25519.X25519PublicKey
-        Signer, Verifier = ed25519.Ed25519PrivateKey, ed25519.Ed25519PublicKey
+    class Library:
+        Cipher = ciphers.Cipher
+        AES = algorithms.AES
+        CTR = modes.CTR
+        Box = aead.ChaCha20Poly1305
+        HKDF = hkdf.HKDF
+        SHA256 = hashes.SHA256
+        Private = x25519.X25519PrivateKey
+        Public = x25519.X25519PublicKey
+        Signer = ed25519.Ed25519PrivateKey
+        Verifier = ed25519.Ed25519PublicKey
         Invalid = (exceptions.InvalidSignature, exceptions.InvalidTag, ValueError)
 
-    return Parts
+    return Library
 
 
 def context(*parts: int | str) -> bytes:
-    """An unambiguous byte form of what a key or signature is for."""
+    """Return an unambiguous byte form of the purpose of a key or signature."""
     return json.dumps(parts, separators=(",", ":")).encode()
 
 
 def public_key(private: bytes) -> bytes:
-    """The X25519 public key of a private one."""
+    """Return the X25519 public key of a private one."""
     return bytes(_crypto().Private.from_private_bytes(private).public_key().public_bytes_raw())
 
 
 def agreement(private: bytes) -> Agree:
-    """A function (peer's public key, purpose) -> the 32-byte key that both share for this purpose."""
-    c = _crypto()
-    mine = c.Private.from_private_bytes(private)
+    """Return a function from (peer's public key, purpose) to the 32-byte key that both share for this purpose."""
+    library = _crypto()
+    own_key = library.Private.from_private_bytes(private)
 
     def agree(public: bytes, purpose: bytes) -> bytes:
         try:
-            return derive_key(mine.exchange(c.Public.from_public_bytes(public)), purpose)
+            shared_secret = own_key.exchange(library.Public.from_public_bytes(public))
+            return derive_key(shared_secret, purpose)
         except ValueError as error:  # a point of small order
-            raise SecureRefusal("a public key of the secure sum is not a usable one") from error
+            raise SecureRefusal("a public key of the secure sum is not a usable one", check="public key") from error
 
     return agree
 
 
 def derive_key(secret: bytes, purpose: bytes) -> bytes:
-    """HKDF-SHA256 of a secret for one purpose."""
-    c = _crypto()
-    return bytes(c.HKDF(algorithm=c.SHA256(), length=KEY_BYTES, salt=None, info=purpose).derive(secret))
+    """Return HKDF-SHA256 of a secret for one purpose."""
+    library = _crypto()
+    derivation = library.HKDF(algorithm=library.SHA256(), length=KEY_BYTES, salt=None, info=purpose)
+    return bytes(derivation.derive(secret))
 
 
 def add_keystream(words: Words, key: bytes, sign: int = 1) -> None:
     """Add (or subtract) the mask of a key to words, in place, modulo 2^32."""
-    c = _crypto()
-    stream = c.Cipher(c.AES(key), c.CTR(bytes(16))).encryptor()
-    zeros, out = bytes(_CHUNK), bytearray(_CHUNK + 16)
-    mask = np.frombuffer(out, dtype="<u4", count=_CHUNK // 4)
-    operation = np.add if sign > 0 else np.subtract
+    library = _crypto()
+    stream = library.Cipher(library.AES(key), library.CTR(bytes(16))).encryptor()
+    zeros = bytes(_CHUNK)
+    keystream = bytearray(_CHUNK + 16)
+    mask = np.frombuffer(keystream, dtype="<u4", count=_CHUNK // 4)
     for begin in range(0, len(words), _CHUNK // 4):
         part = words[begin : begin + _CHUNK // 4]
-        stream.update_into(memoryview(zeros)[: 4 * len(part)], out)
-        operation(part, mask[: len(part)], out=part)
+        stream.update_into(memoryview(zeros)[: 4 * len(part)], keystream)
+        if sign > 0:
+            np.add(part, mask[: len(part)], out=part)
+        else:
+            np.subtract(part, mask[: len(part)], out=part)
 
 
 def seal(key: bytes, text: bytes, bound: bytes) -> bytes:
-    """An authenticated box. Each key closes one box only, so the nonce can be constant."""
+    """Return an authenticated box. Each key closes one box only, so the nonce can be constant."""
     return bytes(_crypto().Box(key).encrypt(bytes(12), text, bound))
 
 
 OF = "of client "
-"""Stands in the sentence about a box that does not open before the number of who sent it, or is said to have."""
+"""In the sentence about a box that does not open: precedes the id of its sender, which the server reads from it."""
 
 
 def unseal(key: bytes, box: bytes, bound: bytes, sender: int) -> bytes:
-    """What is in a box, or `SecureRefusal` if the key, the contents or what it is bound to differ."""
-    c = _crypto()
+    """Return the contents of a box; `SecureRefusal` if the key, the contents or the binding differ."""
+    library = _crypto()
     try:
-        return bytes(c.Box(key).decrypt(bytes(12), box, bound))
-    except c.Invalid as error:
+        return bytes(library.Box(key).decrypt(bytes(12), box, bound))
+    except library.Invalid as error:
         raise SecureRefusal(
-            f"the share box {OF}{sender} was changed, or closed for another round or receiver"
+            f"the share box {OF}{sender} was changed, or closed for another round or receiver",
+            check="share box",
+            sender=sender,
         ) from error
 
 
 def commitment(secret: bytes) -> bytes:
-    """A hash that lets the server recognise a rebuilt 32-byte random secret."""
+    """Return a hash by which the server recognises a rebuilt 32-byte random secret."""
     return hashlib.sha256(b"fedgraft secure sum" + secret).digest()
 
 
 def sign(private: bytes, text: bytes) -> bytes:
-    """An Ed25519 signature."""
+    """Return the Ed25519 signature of a text."""
     return bytes(_crypto().Signer.from_private_bytes(private).sign(text))
 
 
-def verify(public: bytes, signature: bytes, text: bytes) -> bool:
-    """Whether a signature is good."""
-    c = _crypto()
+def verify_signature(public: bytes, signature: bytes, text: bytes) -> bool:
+    """Return whether an Ed25519 signature is valid."""
+    library = _crypto()
     try:
-        c.Verifier.from_public_bytes(public).verify(signature, text)
-    except c.Invalid:
+        library.Verifier.from_public_bytes(public).verify(signature, text)
+    except library.Invalid:
         return False
     return True
 
 
 @dataclass
 class Identity:
-    """What one client keeps for good: its signing key, the keys it knows of others, the rounds it has served.
+    """A client's long-term state: its signing key, the pinned keys of others, the sums it has served.
 
     Assumption, since there is no public-key infrastructure: either `known` came from outside (`closed=True`, unknown
     clients are refused), or the server was honest when a peer's key was first seen (it is pinned then).
@@ -152,8 +171,8 @@ class Identity:
     known: dict[int, bytes] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
     """The latest round of each series of sums; it only grows."""
-    given: dict[str, list[str]] = field(default_factory=dict)
-    """What each series outside the rounds has been asked for: digests of orders. The same one has no second number."""
+    served_requests: dict[str, list[str]] = field(default_factory=dict)
+    """Digests of the requests served in each series outside the rounds; none is served again under a new number."""
     cohorts: dict[str, list[int]] = field(default_factory=dict)
     """The clients of the latest sum of each of these series; the next may have fewer, never others."""
     closed: bool = False
@@ -162,7 +181,7 @@ class Identity:
 
     @classmethod
     def fresh(cls, entropy: Callable[[int], bytes] = os.urandom) -> Identity:
-        """A new identity that knows nobody."""
+        """Return a new identity that knows nobody."""
         return cls(entropy(KEY_BYTES))
 
     @property
@@ -173,39 +192,62 @@ class Identity:
     def recognise(self, client: int, public: bytes) -> None:
         """Pin a key seen for the first time; refuse another one later."""
         if self.closed and client not in self.known:
-            raise SecureRefusal(f"client {client} is not among the registered clients of the secure sum")
+            raise SecureRefusal(
+                f"client {client} is not among the registered clients of the secure sum",
+                check="registered",
+                client=client,
+            )
         if self.known.setdefault(client, public) != public:
-            raise SecureRefusal(f"client {client} appears with another identity key than before")
+            raise SecureRefusal(
+                f"client {client} appears with another identity key than before", check="identity", client=client
+            )
 
     def serve(self, plan: Plan) -> None:
-        """Remember a sum; refuse one that is not after the last of its series, or the same under another number.
+        """Record a sum; refuse one that is not after the last of its series, or the same under another number.
 
         Two sums of one round over different clients would give away the difference, and so would two sums outside the
-        rounds (a Gram matrix is the same every time). A run that is resumed asks the same question and gets the same
-        answer (`SecureClient`); it never begins a sum a second time.
+        rounds (a Gram matrix is the same every time). A resumed run sends the same request and gets the same answer
+        (`SecureClient`); it never begins a sum a second time.
         """
-        run, number = plan.run, plan.round
+        run = plan.run
+        number = plan.round
         if number <= self.served.get(run, -1):
             raise SecureRefusal(
-                f"round {number} of the secure sum is a replay: round {self.served[run]} was served", "repeat"
+                f"round {number} of the secure sum is a replay: round {self.served[run]} was served",
+                "repeat",
+                check="round",
             )
         if plan.outside:
-            if plan.binds in self.given.get(run, []):
-                raise SecureRefusal("this very sum was asked for before, under another number", "repeat")
+            digests = self.served_requests.get(run, [])
+            if plan.binds in digests:
+                raise SecureRefusal(
+                    "this very sum was asked for before, under another number", "repeat", check="request"
+                )
             if not set(plan.clients) <= set(self.cohorts.get(run, plan.clients)):
-                raise SecureRefusal("this sum has clients that the one before it had not", "repeat")
-            self.given[run] = [*self.given.get(run, []), plan.binds]
+                raise SecureRefusal("this sum has clients that the one before it had not", "repeat", check="cohort")
+            self.served_requests[run] = [*digests, plan.binds]
             self.cohorts[run] = list(plan.clients)
         self.served[run] = number
 
     def to_bytes(self) -> bytes:
-        """For a node's memory; holds the private key."""
+        """Return the identity as JSON for a node's memory; it holds the private key."""
         known = {str(client): key.hex() for client, key in sorted(self.known.items())}
-        return json.dumps(asdict(self) | {"private": self.private.hex(), "known": known}).encode()
+        record = {
+            "private": self.private.hex(),
+            "known": known,
+            "served": self.served,
+            "given": self.served_requests,  # the name under which nodes have always stored it
+            "cohorts": self.cohorts,
+            "closed": self.closed,
+            "least": self.least,
+        }
+        return json.dumps(record).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Identity:
-        """What `to_bytes` wrote."""
-        plain = json.loads(data)
-        known = {int(client): bytes.fromhex(key) for client, key in plain["known"].items()}
-        return cls(**{**plain, "private": bytes.fromhex(plain["private"]), "known": known})
+        """Return the identity that `to_bytes` wrote."""
+        record = json.loads(data)
+        record["private"] = bytes.fromhex(record["private"])
+        record["known"] = {int(client): bytes.fromhex(key) for client, key in record["known"].items()}
+        record["served_requests"] = record.pop("given", {})
+        return cls(**record)

@@ -4,7 +4,7 @@ The step is chosen from the number of clients so that their sum cannot leave [-(
 and a sum in the ring is the sum of the integers. Rounding is stochastic, so the error has mean zero; it is under one
 step per client. The generator is the caller's: same seed, same bytes.
 
-What lies beyond the limit of its segment is set to it; `cut` names such segments, so that it can be told.
+Values beyond the limit of their segment are set to it; `cut` names such segments, so that it can be reported.
 
 A segment with a step of its own is finer than one word can be. Its numbers are integers of several digits, one word
 each, with room in every word for the carries of all clients; they are rounded to the nearest, and one that does not
@@ -29,24 +29,34 @@ _PIECE = 1 << 20  # numbers turned into digits at a time
 
 
 class Unfit(FedgraftError):
-    """Numbers that cannot be put into this ring: not finite, of another length, or beyond the limit of digits."""
+    """Numbers that cannot be encoded in this ring: not finite, of another length, or beyond the limit of digits."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A named stretch of the vector whose entries lie in [-limit, limit]; what is outside is set to the limit."""
+    """A named slice of the vector whose entries lie in [-limit, limit]; larger ones are set to the limit."""
 
     name: str
     length: int
     limit: float
     step: float | None = None
-    """Given: a power of two; entries are its multiples, spread over as many words as the limit needs."""
+    """A power of two, whose multiples the entries are, spread over as many words as the limit needs; None: one word."""
 
     def __post_init__(self) -> None:
         if not (self.length >= 0 and 0 < self.limit < float("inf")):
-            raise FedgraftError(f"segment {self.name!r} of a secure sum needs a length and a positive finite limit")
+            raise FedgraftError(
+                "E-PRIVACY-SEGMENT-LIMIT",
+                f"segment {self.name!r} of a secure sum needs a length and a positive finite limit, "
+                f"not {self.length} and {self.limit}",
+                segment=self.name,
+            )
         if self.step is not None and not (0 < self.step < self.limit and math.frexp(self.step)[0] == 0.5):
-            raise FedgraftError(f"segment {self.name!r} of a secure sum needs a step that is a power of two")
+            raise FedgraftError(
+                "E-PRIVACY-SEGMENT-STEP",
+                f"segment {self.name!r} of a secure sum needs a step that is a power of two below its limit, "
+                f"not {self.step}",
+                segment=self.name,
+            )
 
 
 @dataclass(frozen=True)
@@ -77,9 +87,13 @@ class Ring:
     clients: int
 
     def __post_init__(self) -> None:
-        names = [s.name for s in self.segments]
+        names = [segment.name for segment in self.segments]
         if not 1 <= self.clients <= 1 << 20 or len(set(names)) != len(names):
-            raise FedgraftError("a secure sum needs 1 to 2^20 clients and segments of different names")
+            raise FedgraftError(
+                "E-PRIVACY-RING",
+                "a secure sum needs 1 to 2^20 clients and segments of different names, "
+                f"not {self.clients} clients and {names}",
+            )
 
     @property
     def level(self) -> int:
@@ -92,7 +106,7 @@ class Ring:
         return 32 - (self.clients - 1).bit_length()
 
     def words(self, segment: Segment) -> int:
-        """Words for one number of a segment; the uppermost digit keeps a bit for the sign."""
+        """Return the words for one number of a segment; the uppermost digit has a bit for the sign."""
         if segment.step is None:
             return 1
         return -(-(math.frexp(segment.limit / segment.step)[1] + 1) // self.digit)
@@ -100,15 +114,17 @@ class Ring:
     @cached_property
     def length(self) -> int:
         """Number of 32-bit words."""
-        return sum(s.length * self.words(s) for s in self.segments)
+        return sum(segment.length * self.words(segment) for segment in self.segments)
 
     def step(self, name: str) -> float:
-        """Distance of neighbouring numbers in a segment."""
-        segment = next(s for s in self.segments if s.name == name)
-        return segment.limit / self.level if segment.step is None else segment.step
+        """Return the distance of neighbouring numbers in a segment."""
+        segment = next(segment for segment in self.segments if segment.name == name)
+        if segment.step is None:
+            return segment.limit / self.level
+        return segment.step
 
     def cut(self, values: Mapping[str, Tensor]) -> list[str]:
-        """The segments with a number beyond the limit by more than the rounding, which `encode` would cut."""
+        """Return the names of segments with a number that `encode` would cut: beyond the limit by over a step."""
         names = []
         for segment in self.segments:
             if segment.step is None and segment.name in values and segment.length:
@@ -118,16 +134,23 @@ class Ring:
         return names
 
     def encode(self, values: Mapping[str, Tensor], generator: torch.Generator) -> Words:
-        """Float vectors as words, two's complement; refuses values that are not finite and other shapes."""
-        if set(values) != {s.name for s in self.segments}:
-            raise Unfit(f"a secure sum of {[s.name for s in self.segments]} was given {sorted(values)}")
+        """Return float vectors as words, two's complement; refuse non-finite values and other shapes."""
+        expected = [segment.name for segment in self.segments]
+        if set(values) != set(expected):
+            raise Unfit(
+                "E-PRIVACY-RING-SEGMENTS", f"a secure sum of {expected} was given {sorted(values)}", expected=expected
+            )
         words = np.empty(self.length, dtype=np.uint32)
         for segment, span in self._spans():
             x = values[segment.name].detach().double().view(-1)
             if len(x) != segment.length or not bool(torch.isfinite(x.sum())):
-                raise Unfit(f"segment {segment.name!r} of a secure sum has a wrong length or is not finite")
+                raise Unfit(
+                    "E-PRIVACY-RING-VALUES",
+                    f"segment {segment.name!r} of a secure sum has a wrong length or is not finite",
+                    segment=segment.name,
+                )
             if segment.step is not None:
-                self._digits(x, segment, words[span].reshape(-1, segment.length))
+                self._write_digits(x, segment, words[span].reshape(-1, segment.length))
                 continue
             scaled = x * (self.level / segment.limit)
             # Clamping comes last: it is what keeps the sum of all clients from wrapping, whatever the input.
@@ -136,25 +159,29 @@ class Ring:
         return words
 
     def decode(self, total: Words) -> dict[str, Tensor]:
-        """A sum of at most `clients` encoded vectors as float64 vectors by segment."""
+        """Return a sum of at most `clients` encoded vectors as float64 vectors by segment."""
         signed = np.ascontiguousarray(total).view(np.int32)
-        found = {}
-        for s, span in self._spans():
-            if s.step is None:
-                found[s.name] = torch.from_numpy(signed[span]).double() * (s.limit / self.level)
+        decoded = {}
+        for segment, span in self._spans():
+            if segment.step is None:
+                decoded[segment.name] = torch.from_numpy(signed[span]).double() * (segment.limit / self.level)
                 continue
-            *lower, top = total[span].reshape(-1, s.length)
+            *lower, top = total[span].reshape(-1, segment.length)
             value = torch.from_numpy(top.view(np.int32)).double()
             for digits in reversed(lower):
                 value = value.mul_(2.0**self.digit).add_(torch.from_numpy(digits.astype(np.float64)))
-            found[s.name] = value * s.step
-        return found
+            decoded[segment.name] = value * segment.step
+        return decoded
 
-    def _digits(self, x: Tensor, segment: Segment, planes: np.ndarray) -> None:
+    def _write_digits(self, x: Tensor, segment: Segment, planes: np.ndarray) -> None:
         """Write the digits of x (n,), lowest first, into planes (words, n). Every operation is exact in float64."""
         assert segment.step is not None
         if bool((x.abs() > segment.limit).any()):
-            raise Unfit(f"segment {segment.name!r} of a secure sum has numbers over its limit {segment.limit:g}")
+            raise Unfit(
+                "E-PRIVACY-RING-LIMIT",
+                f"segment {segment.name!r} of a secure sum has numbers over its limit {segment.limit:g}",
+                segment=segment.name,
+            )
         base = 2.0**self.digit
         for begin in range(0, len(x), _PIECE):
             rest = (x[begin : begin + _PIECE] / segment.step).round_()
@@ -165,6 +192,7 @@ class Ring:
             planes[-1, begin : begin + _PIECE] = rest.to(torch.int32).numpy().view(np.uint32)
 
     def _spans(self) -> Iterator[tuple[Segment, slice]]:
+        """Yield each segment with its place in the words."""
         begin = 0
         for segment in self.segments:
             end = begin + segment.length * self.words(segment)

@@ -1,15 +1,15 @@
-"""The server's side of the secure sum: it routes, counts, and opens only the sum.
+"""The server's side of the secure sum: it routes messages, counts clients, and opens only the sum.
 
-One method per stage. Each takes the answers that arrived (client -> tensors) and returns what goes to whom next;
-whoever does not answer, or answers nonsense, is lost from then on. The server holds public keys, closed boxes, the
-running sum of masked inputs, and after the last stage the seeds of survivors and the mask keys of the lost - never
-both of one client, and never an input.
+One method per stage. Each takes the answers that arrived (client -> tensors) and returns what to send to whom next;
+a client that does not answer, or sends a malformed answer, is lost from then on. The server holds public keys, sealed
+boxes, the running sum of masked inputs, and after the last stage the seeds of survivors and the mask keys of the lost -
+never both of one client, and never an input.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,11 @@ from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES
 from fedgraft.privacy.secagg.plan import STAGES, Data, Plan, SecureAbort
 
 Outbox = dict[int, dict[str, Tensor]]
-Answers = Mapping[int, Data] | Iterable[tuple[int, Data]]
+"""Payloads of the next stage by client."""
+StageAnswers = Mapping[int, Data] | Iterable[tuple[int, Data]]
+"""Answers to one stage by client, all at once or one by one."""
+TensorFields = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor of an answer."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,12 @@ class SumResult:
 
 
 class SecureServer:
-    """The server in one round. Feed it the answers of each stage with `take`, or call the stages by name."""
+    """The server in one sum. Feed it the answers of each stage with `take`, or call the stages by name."""
 
     def __init__(self, plan: Plan, known: dict[int, bytes] | None = None) -> None:
-        self.plan, self.known = plan, {} if known is None else known
-        """`known`: the identity under which each client was first seen; a later one of another is refused."""
+        self.plan = plan
+        self.known: dict[int, bytes] = {} if known is None else known
+        """Identity key under which each client was first seen; another one later is rejected."""
         self.stage = 0
         self.lost: dict[int, str] = {}
         self.rejections: dict[int, str] = {}
@@ -56,7 +61,7 @@ class SecureServer:
         self.ties: dict[int, list[int]] = {}
         """client -> those it shares a mask with: whom it drew and who drew it; sorted."""
         self.boxes: dict[int, dict[int, bytes]] = {}
-        """receiver -> sender -> closed box."""
+        """receiver -> sender -> sealed box."""
         self.commitments: dict[int, bytes] = {}
         self.total = np.zeros(plan.ring.length, dtype=np.uint32)
         self.shared: list[int] = []
@@ -64,11 +69,11 @@ class SecureServer:
         self.result: SumResult | None = None
 
     def open(self) -> Outbox:
-        """The first message: the plan, to everyone."""
-        return {u: {"plan": as_tensor(self.plan.to_bytes())} for u in self.plan.clients}
+        """Return the first message: the plan, to everyone."""
+        return {client: {"plan": as_tensor(self.plan.to_bytes())} for client in self.plan.clients}
 
-    def take(self, answers: Answers) -> Outbox:
-        """The answers of the present stage, as they come; returns what to send next, nothing after the last stage."""
+    def take(self, answers: StageAnswers) -> Outbox:
+        """Process the answers of the current stage as they come; return what to send next, nothing after the last."""
         stage = STAGES[self.stage]
         self.stage += 1
         pairs = answers.items() if isinstance(answers, Mapping) else answers
@@ -83,181 +88,254 @@ class SecureServer:
         return steps[stage](dict(pairs))
 
     def largest(self, stage: str) -> int:
-        """Most bytes of tensors that an answer to a stage can have."""
-        boxes, shares = (self.plan.holders - 1) * BOX_BYTES, len(self.plan.clients) * shamir.SHARE_BYTES
-        return {
+        """Return the most bytes of tensors that an answer to a stage can have."""
+        sizes = {
             "keys": ADVERT_BYTES + 8 * self.plan.draws,
-            "shares": boxes + KEY_BYTES,
+            "shares": (self.plan.holders - 1) * BOX_BYTES + KEY_BYTES,
             "masked": 4 * self.plan.ring.length,
             "consistency": SIGNATURE_BYTES,
-            "unmask": shares,
-        }[stage]
+            "unmask": len(self.plan.clients) * shamir.SHARE_BYTES,
+        }
+        return sizes[stage]
+
+    # ---- keys
 
     def keys(self, answers: Mapping[int, Data]) -> Outbox:
         """Route the public keys, and who drew whom, along the ties."""
-        fields = {"advert": (torch.uint8, (ADVERT_BYTES,)), "drawn": (torch.int64, (self.plan.draws,))}
-        found = {
-            u: (as_rows(data["advert"][None])[0], tuple(data["drawn"].tolist()))
-            for u, data in self._valid("keys", answers, self.plan.clients, fields)
+        fields: TensorFields = {
+            "advert": (torch.uint8, (ADVERT_BYTES,)),
+            "drawn": (torch.int64, (self.plan.draws,)),
         }
-        grounds = Counter(part_of(advert, "ground") for advert, _ in found.values())
-        for u, (advert, drawn) in found.items():  # its peers would refuse such a one, and with it the round
-            identity = part_of(advert, "identity")
-            if not genuine(self.plan, u, advert, drawn):
-                self._reject(u, "keys", "its keys are not signed by it, or it drew holders that it cannot have")
-            elif self.known.setdefault(u, identity) != identity:
-                self._reject(u, "keys", "it has another identity than before")
-            elif part_of(advert, "ground") != grounds.most_common(1)[0][0]:
-                self._reject(u, "keys", "it was told another run than most, or says so")
+        adverts: dict[int, bytes] = {}
+        draws: dict[int, tuple[int, ...]] = {}
+        for client, data in self._well_formed("keys", answers, self.plan.clients, fields):
+            adverts[client] = as_rows(data["advert"][None])[0]
+            draws[client] = tuple(data["drawn"].tolist())
+        fingerprints = Counter(part_of(advert, "ground") for advert in adverts.values())
+        for client, advert in adverts.items():  # peers would refuse a bad advert, and the round would be lost
+            reason = self._advert_problem(client, advert, draws[client], fingerprints)
+            if reason:
+                self._reject(client, "keys", reason)
             else:
-                self.adverts[u], self.drawn[u] = advert, drawn
+                self.adverts[client] = advert
+                self.drawn[client] = draws[client]
         self._enough("keys", list(self.adverts))
         self._tie()
-        return {
-            u: self._table(u, self.adverts, "adverts", ADVERT_BYTES)
-            | {"drawn": torch.tensor([self.drawn[v] for v in self.ties[u]]).view(len(self.ties[u]), -1).long()}
-            for u in self.adverts
-        }
+        outbox: Outbox = {}
+        for client in self.adverts:
+            message = self._table(client, self.adverts, "adverts", ADVERT_BYTES)
+            neighbours = self.ties[client]
+            drawn = [self.drawn[neighbour] for neighbour in neighbours]
+            message["drawn"] = torch.tensor(drawn).view(len(neighbours), -1).long()
+            outbox[client] = message
+        return outbox
+
+    def _advert_problem(self, client: int, advert: bytes, drawn: tuple[int, ...], fingerprints: Counter[bytes]) -> str:
+        """Return why an advert cannot be routed; empty: it can."""
+        identity = part_of(advert, "identity")
+        if not genuine(self.plan, client, advert, drawn):
+            return "its keys are not signed by it, or it drew holders that it cannot have"
+        if self.known.setdefault(client, identity) != identity:
+            return "it has another identity than before"
+        most_common_fingerprint = fingerprints.most_common(1)[0][0]
+        if part_of(advert, "ground") != most_common_fingerprint:
+            return "it was told another run than most, or says so"
+        return ""
 
     def _tie(self) -> None:
-        """Who shares a mask with whom, among those that advertised."""
-        there = sorted(self.adverts)
-        if not self.plan.draws:
-            self.ties = {u: [v for v in there if v != u] for u in there}
-            return
-        ties: dict[int, set[int]] = {u: set() for u in there}
-        for u in there:
-            for v in self.drawn[u]:
-                if v in ties and v != u:
-                    ties[u].add(v)
-                    ties[v].add(u)
-        self.ties = {u: sorted(found) for u, found in ties.items()}
+        """Derive who shares a mask with whom, among those that advertised."""
+        present = sorted(self.adverts)
+        ties: dict[int, set[int]] = {client: set() for client in present}
+        for client in present:
+            if not self.plan.draws:  # the complete graph
+                ties[client] = set(present) - {client}
+            for other in self.drawn[client]:
+                if other in ties and other != client:
+                    ties[client].add(other)
+                    ties[other].add(client)
+        self.ties = {client: sorted(neighbours) for client, neighbours in ties.items()}
 
     def _holds(self, owner: int, other: int) -> bool:
         return self.plan.holds(self.drawn[owner], owner, other)
 
+    # ---- shares
+
     def shares(self, answers: Mapping[int, Data]) -> Outbox:
-        """Route the closed boxes; whoever has too few holders left is out before any mask depends on it."""
-        sent: dict[int, dict[int, bytes]] = {}
-        for u in sorted(self.adverts):
-            to = [v for v in self.ties[u] if self._holds(u, v)]
-            fields = {"boxes": (torch.uint8, (len(to), BOX_BYTES)), "commitment": (torch.uint8, (KEY_BYTES,))}
-            for _, data in self._valid("shares", answers, [u], fields):
-                sent[u] = dict(zip(to, as_rows(data["boxes"]), strict=True))
-                self.commitments[u] = as_rows(data["commitment"][None])[0]
-        while few := [u for u in sent if not self.plan.enough(u, self.drawn[u], set(sent))]:
-            for u in few:
-                del sent[u]
-                self.lost[u] = "shares"
-        self.shared = self._enough("shares", list(sent))
-        self.boxes = {v: {u: sent[u][v] for u in self.ties[v] if u in sent and self._holds(u, v)} for v in sent}
-        return {
-            v: self._table(v, self.boxes[v], "boxes", BOX_BYTES)
-            | {"ids": torch.tensor([u for u in self.ties[v] if u in sent], dtype=torch.int64)}
-            for v in sent
-        }
+        """Route the sealed boxes; a client with too few holders left is out before any mask depends on it."""
+        boxes_by_sender: dict[int, dict[int, bytes]] = {}
+        for client in sorted(self.adverts):
+            receivers = [neighbour for neighbour in self.ties[client] if self._holds(client, neighbour)]
+            fields: TensorFields = {
+                "boxes": (torch.uint8, (len(receivers), BOX_BYTES)),
+                "commitment": (torch.uint8, (KEY_BYTES,)),
+            }
+            for _, data in self._well_formed("shares", answers, [client], fields):
+                boxes_by_sender[client] = dict(zip(receivers, as_rows(data["boxes"]), strict=True))
+                self.commitments[client] = as_rows(data["commitment"][None])[0]
+        self._drop_without_holders(boxes_by_sender)
+        self.shared = self._enough("shares", list(boxes_by_sender))
+        outbox: Outbox = {}
+        for receiver in boxes_by_sender:
+            senders = [neighbour for neighbour in self.ties[receiver] if neighbour in boxes_by_sender]
+            self.boxes[receiver] = {}
+            for sender in senders:
+                if self._holds(sender, receiver):
+                    self.boxes[receiver][sender] = boxes_by_sender[sender][receiver]
+            message = self._table(receiver, self.boxes[receiver], "boxes", BOX_BYTES)
+            message["ids"] = torch.tensor(senders, dtype=torch.int64)
+            outbox[receiver] = message
+        return outbox
+
+    def _drop_without_holders(self, boxes_by_sender: dict[int, dict[int, bytes]]) -> None:
+        """Remove clients with too few holders among those left, until nobody else loses a holder by it."""
+        while True:
+            present = set(boxes_by_sender)
+            too_few = [client for client in present if not self.plan.enough(client, self.drawn[client], present)]
+            if not too_few:
+                return
+            for client in sorted(too_few):
+                del boxes_by_sender[client]
+                self.lost[client] = "shares"
+
+    # ---- masked
 
     def masked(self, answers: Iterable[tuple[int, Data]]) -> Outbox:
-        """Add each masked input to the sum when it comes and keep none; from here on the survivors are fixed."""
-        fields, awaited = {"masked": (torch.uint32, (self.plan.ring.length,))}, set(self.shared)
-        for u, data in answers:
-            if u in awaited and self._fits("masked", u, data, fields):
+        """Add each masked input to the sum when it comes and store none; from here on the survivors are fixed."""
+        fields: TensorFields = {"masked": (torch.uint32, (self.plan.ring.length,))}
+        awaited = set(self.shared)
+        for client, data in answers:
+            if client in awaited and self._fits("masked", client, data, fields):
                 np.add(self.total, data["masked"].numpy(), out=self.total)
-                self.alive.append(u)
-            awaited.discard(u)
+                self.alive.append(client)
+            awaited.discard(client)
         self.lost |= dict.fromkeys(sorted(awaited), "masked")
         self.alive = self._enough("masked", self.alive)
         lists = {"shared": torch.tensor(self.shared), "alive": torch.tensor(self.alive)}
-        return {u: dict(lists) for u in self.alive}
+        return {client: dict(lists) for client in self.alive}
+
+    # ---- consistency
 
     def consistency(self, answers: Mapping[int, Data]) -> Outbox:
         """Route the signatures of the lists."""
-        fields = {"signature": (torch.uint8, (SIGNATURE_BYTES,))}
-        signed = {
-            u: as_rows(data["signature"][None])[0]
-            for u, data in self._valid("consistency", answers, self.alive, fields)
-        }
-        for u in [u for u, signature in signed.items() if not self._signed(u, signature)]:
-            del signed[u]  # one that nobody can check would make its peers refuse, and with them the round
-            self._reject(u, "consistency", "it did not sign the lists of survivors")
-        self._enough("consistency", list(signed))
-        return {u: self._table(u, signed, "signatures", SIGNATURE_BYTES) for u in signed}
+        fields: TensorFields = {"signature": (torch.uint8, (SIGNATURE_BYTES,))}
+        signatures: dict[int, bytes] = {}
+        for client, data in self._well_formed("consistency", answers, self.alive, fields):
+            signature = as_rows(data["signature"][None])[0]
+            if self._signed(client, signature):
+                signatures[client] = signature
+            else:  # peers would refuse a signature that does not verify, and the round would be lost
+                self._reject(client, "consistency", "it did not sign the lists of survivors")
+        self._enough("consistency", list(signatures))
+        return {client: self._table(client, signatures, "signatures", SIGNATURE_BYTES) for client in signatures}
 
-    def _signed(self, u: int, signature: bytes) -> bool:
+    def _signed(self, client: int, signature: bytes) -> bool:
+        """Return whether a client signed the lists of this sum."""
         text = lists_text(self.plan, self.shared, self.alive)
-        return crypto.verify(part_of(self.adverts[u], "identity"), signature, text)
+        return crypto.verify_signature(part_of(self.adverts[client], "identity"), signature, text)
+
+    # ---- unmask
 
     def unmask(self, answers: Mapping[int, Data]) -> Outbox:
-        """Rebuild the survivors' seeds and the lost ones' mask keys, take their masks off, and decode the sum."""
-        held: dict[int, dict[int, bytes]] = {u: {} for u in self.shared}  # owner -> place of the holder -> share
-        for u in self.alive:
-            owners = sorted([u, *self.boxes[u]])
-            fields = {"shares": (torch.uint8, (len(owners), shamir.SHARE_BYTES))}
-            for _, data in self._valid("unmask", answers, [u], fields):
+        """Rebuild the survivors' seeds and the lost ones' mask keys, remove their masks, and decode the sum."""
+        held: dict[int, dict[int, bytes]] = {owner: {} for owner in self.shared}  # owner -> point of holder -> share
+        for holder in self.alive:
+            owners = sorted([holder, *self.boxes[holder]])
+            fields: TensorFields = {"shares": (torch.uint8, (len(owners), shamir.SHARE_BYTES))}
+            for _, data in self._well_formed("unmask", answers, [holder], fields):
                 for owner, share in zip(owners, as_rows(data["shares"]), strict=True):
-                    held[owner][self.plan.places[u]] = share
-        short = [u for u in self.shared if len(held[u]) < self.plan.needed]
-        if short:
-            raise SecureAbort(f"{len(short)} clients of the secure sum have fewer than {self.plan.needed} shares left")
+                    held[owner][self.plan.places[holder]] = share
+        too_few = [owner for owner in self.shared if len(held[owner]) < self.plan.needed]
+        if too_few:
+            raise SecureAbort(
+                "E-PRIVACY-SUM-SHARES",
+                f"{len(too_few)} clients of the secure sum have fewer than {self.plan.needed} shares left",
+                clients=too_few,
+                needed=self.plan.needed,
+            )
         alive = set(self.alive)
-        for u in self.shared:
-            if u in alive:
-                self._take_off_self(u, held[u])
+        for owner in self.shared:
+            if owner in alive:
+                self._take_off_self(owner, held[owner])
             else:
-                self._take_off_pairs(u, held[u])
+                self._take_off_pairs(owner, held[owner])
         self.result = SumResult(self.plan.ring.decode(self.total), self.total, tuple(self.alive), dict(self.lost))
         return {}
 
-    def _take_off_self(self, u: int, shares: Mapping[int, bytes]) -> None:
-        seed = self._rebuild(u, shares, lambda secret: crypto.commitment(secret) == self.commitments[u])
-        crypto.add_keystream(self.total, self_key(self.plan, u, seed), -1)
+    def _take_off_self(self, survivor: int, shares: Mapping[int, bytes]) -> None:
+        """Subtract a survivor's own mask from the sum."""
+        seed = self._rebuild(survivor, shares, lambda secret: crypto.commitment(secret) == self.commitments[survivor])
+        crypto.add_keystream(self.total, self_key(self.plan, survivor, seed), -1)
 
     def _take_off_pairs(self, lost: int, shares: Mapping[int, bytes]) -> None:
+        """Remove the masks that survivors share with a lost client from the sum."""
         public = part_of(self.adverts[lost], "mask")
-        agree = crypto.agreement(self._rebuild(lost, shares, lambda secret: crypto.public_key(secret) == public))
+        mask_key = self._rebuild(lost, shares, lambda secret: crypto.public_key(secret) == public)
+        agree = crypto.agreement(mask_key)
         alive = set(self.alive)
-        for u in self.ties[lost]:
-            if u in alive:
-                other = part_of(self.adverts[u], "mask")
-                # The survivor u added this mask if the lost client's id is above its own, and subtracted it if below.
-                crypto.add_keystream(self.total, pair_key(self.plan, lost, u, agree, other), -1 if lost > u else 1)
+        for survivor in self.ties[lost]:
+            if survivor in alive:
+                key = pair_key(self.plan, lost, survivor, agree, part_of(self.adverts[survivor], "mask"))
+                # The survivor added this mask if the lost client's id is above its own, and subtracted it if below.
+                sign = -1 if lost > survivor else 1
+                crypto.add_keystream(self.total, key, sign)
 
     def _rebuild(self, owner: int, shares: Mapping[int, bytes], genuine: Callable[[bytes], bool]) -> bytes:
+        """Return a client's secret from its shares; abort if they do not give the one it committed to."""
         try:
             return shamir.recover(shares, self.plan.needed, genuine)
         except shamir.WrongShares as error:
-            raise SecureAbort(f"the shares of client {owner} in the secure sum are wrong: {error}") from error
+            raise SecureAbort(
+                "E-PRIVACY-SUM-WRONG-SHARES",
+                f"the shares of client {owner} in the secure sum are wrong: {error}",
+                client=owner,
+            ) from error
 
-    def _valid(
-        self, stage: str, answers: Mapping[int, Data], asked: list[int] | tuple[int, ...], fields: Mapping[str, tuple]
+    # ---- answers
+
+    def _well_formed(
+        self, stage: str, answers: Mapping[int, Data], clients: Sequence[int], fields: TensorFields
     ) -> list[tuple[int, Data]]:
-        """The well-formed answers of those asked, in client order; the others are lost at this stage."""
-        for u in sorted(asked):
-            if u not in answers:
-                self.lost.setdefault(u, stage)
-        return [(u, answers[u]) for u in sorted(asked) if u in answers and self._fits(stage, u, answers[u], fields)]
+        """Return the well-formed answers of these clients, in client order; the others are lost at this stage."""
+        accepted = []
+        for client in sorted(clients):
+            if client not in answers:
+                self.lost.setdefault(client, stage)
+            elif self._fits(stage, client, answers[client], fields):
+                accepted.append((client, answers[client]))
+        return accepted
 
-    def _fits(self, stage: str, u: int, data: Data, fields: Mapping[str, tuple]) -> bool:
-        """Whether an answer has exactly these fields; a client that sends others is lost at this stage."""
+    def _fits(self, stage: str, client: int, data: Data, fields: TensorFields) -> bool:
+        """Return whether an answer has exactly these fields; a client that sends others is lost at this stage."""
         try:
             if set(data) != set(fields):
                 raise BadPayload("other fields than asked for")
             for name, (dtype, shape) in fields.items():
                 check_tensor(data[name], dtype, shape, name)
         except BadPayload as error:
-            self._reject(u, stage, str(error))
+            self._reject(client, stage, str(error))
             return False
         return True
 
-    def _reject(self, u: int, stage: str, why: str) -> None:
-        self.lost.setdefault(u, stage)
-        self.rejections[u] = why
+    def _reject(self, client: int, stage: str, reason: str) -> None:
+        """Record that a client is lost, at which stage and why."""
+        self.lost.setdefault(client, stage)
+        self.rejections[client] = reason
 
     def _enough(self, stage: str, left: list[int]) -> list[int]:
-        if not any(self.plan.enough(u, self.drawn[u], set(left)) for u in left):
-            raise SecureAbort(f"only {len(left)} clients are left after the stage {stage!r} of the secure sum")
-        return sorted(left)
+        """Return the remaining clients sorted; abort if none of them has enough holders left."""
+        present = set(left)
+        for client in left:
+            if self.plan.enough(client, self.drawn[client], present):
+                return sorted(left)
+        raise SecureAbort(
+            "E-PRIVACY-SUM-TOO-FEW",
+            f"only {len(left)} clients are left after the stage {stage!r} of the secure sum",
+            stage=stage,
+            left=len(left),
+        )
 
-    def _table(self, u: int, rows: Mapping[int, bytes], name: str, width: int) -> dict[str, Tensor]:
-        ids = [v for v in self.ties[u] if v in rows]
-        return {"ids": torch.tensor(ids, dtype=torch.int64), name: as_tensor([rows[v] for v in ids]).view(-1, width)}
+    def _table(self, client: int, rows: Mapping[int, bytes], name: str, width: int) -> dict[str, Tensor]:
+        """Return the rows of a client's neighbours as a table, with their ids."""
+        ids = [neighbour for neighbour in self.ties[client] if neighbour in rows]
+        table = as_tensor([rows[neighbour] for neighbour in ids]).view(-1, width)
+        return {"ids": torch.tensor(ids, dtype=torch.int64), name: table}

@@ -22,58 +22,65 @@ class WrongShares(ValueError):
 def split(
     secret: bytes, threshold: int, holders: Sequence[int], entropy: Callable[[int], bytes] = os.urandom
 ) -> dict[int, bytes]:
-    """One share per holder, of which `threshold` are needed."""
+    """Return one share per holder, of which `threshold` are needed to recover the secret."""
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) or min(holders) < 1:
         raise ValueError("a secret has 32 bytes, holders are positive, and there are at least `threshold` of them")
-    coefficients = [_element(entropy) for _ in range(threshold - 1)]
+    constant_term = int.from_bytes(secret, "big")
+    coefficients = [_random_element(entropy) for _ in range(threshold - 1)]
     shares = {}
     for x in holders:
         y = 0
-        for c in coefficients:  # Horner, highest power first
-            y = (y + c) * x % PRIME
-        shares[x] = ((y + int.from_bytes(secret, "big")) % PRIME).to_bytes(SHARE_BYTES, "big")
+        for coefficient in coefficients:  # Horner, highest power first
+            y = (y + coefficient) * x % PRIME
+        shares[x] = ((y + constant_term) % PRIME).to_bytes(SHARE_BYTES, "big")
     return shares
 
 
 def aggregate(shares: Mapping[int, bytes]) -> bytes:
-    """The secret from exactly as many shares as the threshold was; raises `WrongShares` if it is no secret."""
+    """Return the secret from exactly `threshold` shares; raise `WrongShares` if they give no secret."""
     holders = tuple(sorted(shares))
-    total = sum(w * int.from_bytes(shares[x], "big") for w, x in zip(_weights(holders), holders, strict=True)) % PRIME
+    total = 0
+    for weight, x in zip(_lagrange_weights(holders), holders, strict=True):
+        total += weight * int.from_bytes(shares[x], "big")
+    total %= PRIME
     if total >> (8 * SECRET_BYTES):
         raise WrongShares("the shares do not belong to one secret")
     return total.to_bytes(SECRET_BYTES, "big")
 
 
 def recover(shares: Mapping[int, bytes], threshold: int, genuine: Callable[[bytes], bool]) -> bytes:
-    """The secret that `genuine` recognises, from any `threshold` neighbouring shares; a wrong share is passed over."""
+    """Return the secret that `genuine` recognises, from any `threshold` neighbouring shares; skip wrong shares."""
     holders = sorted(shares)
-    for start in range(len(holders) if len(holders) >= threshold else 0):
-        chosen = [holders[(start + i) % len(holders)] for i in range(threshold)]
-        try:
-            secret = aggregate({x: shares[x] for x in chosen})
-        except WrongShares:
-            continue
-        if genuine(secret):
-            return secret
+    if len(holders) >= threshold:
+        for start in range(len(holders)):
+            chosen = [holders[(start + i) % len(holders)] for i in range(threshold)]
+            try:
+                secret = aggregate({x: shares[x] for x in chosen})
+            except WrongShares:
+                continue
+            if genuine(secret):
+                return secret
     raise WrongShares(f"no {threshold} of {len(holders)} shares give the secret that was committed to")
 
 
-def _element(entropy: Callable[[int], bytes]) -> int:
-    """A uniform field element: 521 random bits, drawn again in the one case that is too large."""
-    while (value := int.from_bytes(entropy(SHARE_BYTES), "big") & PRIME) == PRIME:
-        pass
+def _random_element(entropy: Callable[[int], bytes]) -> int:
+    """Return a uniform field element: 521 random bits, drawn again in the one case that is too large."""
+    value = PRIME
+    while value == PRIME:
+        value = int.from_bytes(entropy(SHARE_BYTES), "big") & PRIME
     return value
 
 
 @lru_cache(maxsize=256)
-def _weights(holders: tuple[int, ...]) -> tuple[int, ...]:
-    """Lagrange's weights at zero; many secrets are shared among the same holders, so they are kept."""
+def _lagrange_weights(holders: tuple[int, ...]) -> tuple[int, ...]:
+    """Return Lagrange's weights at zero; cached, because many secrets are shared among the same holders."""
     weights = []
     for x in holders:
-        above, below = 1, 1
+        numerator = 1
+        denominator = 1
         for other in holders:
             if other != x:
-                above = above * other % PRIME
-                below = below * (other - x) % PRIME
-        weights.append(above * pow(below, -1, PRIME) % PRIME)
+                numerator = numerator * other % PRIME
+                denominator = denominator * (other - x) % PRIME
+        weights.append(numerator * pow(denominator, -1, PRIME) % PRIME)
     return tuple(weights)
