@@ -215,7 +215,7 @@ def test_orders_carry_the_rate_of_the_round_and_only_what_the_rule_needs() -> No
 
 
 def test_the_plateau_rule_sees_the_losses_of_the_state() -> None:
-    t = toy(schedule=plateau(0.1, patience=0))
+    t = toy(schedule=plateau(0.1, factor=0.5, patience=0))
     t.state = replace(t.state, losses=(1.0, 2.0))
     assert instruct(t.algorithm, t.federation, t.state, [0], "")[0].settings["lr"] == 0.05
 
