@@ -15,7 +15,8 @@ from tests.support.errors import raises
 
 from fedgraft.config.load import Config, load, read_toml
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import read_metrics, without_timing, write_cache_file
+from fedgraft.core.files import read_metrics, without_timing
+from fedgraft.core.store import write_cached
 from fedgraft.models.export import atomic_folder
 from fedgraft.models.folders import read_json
 from fedgraft.report import html as report
@@ -172,9 +173,9 @@ def test_a_report_written_in_place_would_stay_torn(
 
 def test_what_is_kept_for_other_runs_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "heads" / "one.safetensors"
-    write_cache_file(path, lambda file: file.write_bytes(b"good"))
-    with full_disk(2), pytest.raises(FedgraftError, match=r"one.safetensors could not be written \(File too large\)"):
-        write_cache_file(path, lambda file: file.write_bytes(b"better"))
+    write_cached(path, [b"good"])
+    with full_disk(2), raises("E-CORE-WRITE", path=str(path)):
+        write_cached(path, [b"better"])
     assert [p.name for p in path.parent.iterdir()] == ["one.safetensors"] and path.read_bytes() == b"good"
     with full_disk(2), pytest.raises(OSError):
         path.write_bytes(b"better")  # the planted mistake: written in place

@@ -20,6 +20,7 @@ from fedgraft.config.load import load, to_toml
 from fedgraft.core.files import read_metrics, without_timing
 from fedgraft.core.network_digest import digest
 from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.open_run import OpenRun
 
 CONFIG = [
     "model.name=tiny",
@@ -137,13 +138,13 @@ class Listening(fg.Callback):
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    def on_start(self, setup: fg.RunSetup, state: fg.ServerState) -> None:
+    def on_training_start(self, setup: fg.RunSetup, opened: OpenRun, state: fg.ServerState) -> None:
         self.heard.append(("start", setup.federation.clients, state.round))
 
     def on_round_end(self, line: Mapping[str, Any], state: fg.ServerState) -> None:
         self.heard.append((line["round"], state.round))
 
-    def on_end(self, summary: Mapping[str, Any]) -> None:
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
         self.heard.append(summary["test"]["accuracy"])
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
 from fedgraft.runs import loop as running
-from fedgraft.runs.round_log import NAME, Known, state_digest, verify
+from fedgraft.runs.round_log import NAME, TensorDigests, state_digest, verify
 from fedgraft.runs.secrets import secret_path
 
 OVERRIDES = [
@@ -122,7 +122,7 @@ def test_a_resumed_run_has_the_same_log(finished: Path, tmp_path: Path) -> None:
 
 def test_remembered_digests_see_every_change() -> None:
     """Only tensors that are new or were written to are read again, and the digest is that of reading all."""
-    known, tensors = Known(), {"vector": torch.zeros(4), "rule/m": torch.ones(2), "personal/3": torch.ones(4)}
+    known, tensors = TensorDigests(), {"vector": torch.zeros(4), "rule/m": torch.ones(2), "personal/3": torch.ones(4)}
     first = state_digest(tensors, known)
     assert first == state_digest(tensors) == state_digest(tensors, known) and len(known) == 3
     tensors["vector"][1] = 5  # written to

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgraft.core.files import plain, write_atomic
+from fedgraft.core.files import plain
+from fedgraft.core.store import write_atomic
 from fedgraft.report.values import NONE, show
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}

@@ -29,9 +29,9 @@ from fedgraft.metrics.evaluate import Evaluation
 from fedgraft.metrics.scores import predicted_classes
 from fedgraft.runs.closed_form import client_class_sums, cof_heads, ncm_head
 from fedgraft.runs.engines import Engines
-from fedgraft.runs.kept import kept_tensors
 from fedgraft.runs.open_run import claims_of
 from fedgraft.runs.setup import RunSetup
+from fedgraft.runs.tensor_cache import cached_tensors
 from fedgraft.server.collect import Engine
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import counted, counts, replies_to
@@ -258,7 +258,7 @@ def install_head(setup: RunSetup, engines: Engines) -> InitialModel | None:
         head = _make_head(setup, sums, scorer)
         return {"head": head, "traffic": torch.tensor([sums.up, sums.down])}
 
-    cached = kept_tensors("heads", _head_recipe(setup), make, lambda: not sums.lost)
+    cached = cached_tensors("heads", _head_recipe(setup), make, lambda: not sums.lost)
     head = cached["head"]
     bytes_up, bytes_down = cached["traffic"].tolist()
     engines.close()

@@ -31,8 +31,8 @@ from fedgraft.edit.trainable import TrainableSetup, layer_ranges
 from fedgraft.local.features import block_of, hidden, layer_names
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs.engines import Engines
-from fedgraft.runs.kept import PartialSum, kept_tensors
 from fedgraft.runs.setup import RunSetup
+from fedgraft.runs.tensor_cache import PartialSum, cached_tensors
 from fedgraft.server.collect import ServerContext
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import mask, replies_to, same_share
@@ -185,7 +185,7 @@ class FederationAsk:
 
     def cached(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What this machine kept from making the same for the same network and data, else what `make` gives now."""
-        found = kept_tensors("edits", [*identity_of(self.setup), *recipe], make, lambda: not self._sums.lost)
+        found = cached_tensors("edits", [*identity_of(self.setup), *recipe], make, lambda: not self._sums.lost)
         for begun in self._begun:
             begun.forget()
         return found

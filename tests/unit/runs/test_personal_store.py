@@ -236,7 +236,7 @@ def test_without_the_check_the_damage_would_go_unnoticed(
     newest = folder / "personal" / "round-00000004.f32"
     newest.write_bytes(bytes(len(newest.read_bytes())))
     real = PersonalStore.restore.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr("fedgraft.runs.personal_store._Shelf.digest", lambda self, round: "")
+    monkeypatch.setattr("fedgraft.runs.personal_store._RowFiles.digest", lambda self, round: "")
     careless = lambda cls, f, n, saved: real(cls, f, n, {**saved, "files": dict.fromkeys(saved["files"], "")})  # noqa: E731
     monkeypatch.setattr(PersonalStore, "restore", classmethod(careless))
     run(load(None, [*TINY, ON_DISK]), folder, console=False)

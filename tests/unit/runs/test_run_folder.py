@@ -249,7 +249,7 @@ def test_environment_and_a_change_of_it(run: RunFolder, monkeypatch: pytest.Monk
     assert first["packages"]["torch"] == torch.__version__ and first["threads"] == torch.get_num_threads()
     with run.writing(console=False):
         pass
-    assert "other ground" not in (run.path / "log.txt").read_text()
+    assert "another environment" not in (run.path / "log.txt").read_text()
     changed = {**environment.facts(), "threads": 999, "packages": {**first["packages"], "numpy": "0.1"}}
     monkeypatch.setattr(environment, "facts", lambda: changed)
     with run.writing(console=False):
