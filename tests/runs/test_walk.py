@@ -46,19 +46,19 @@ class Walk:
     summary: dict[str, Any]
 
     @cached_property
-    def found(self) -> Adapted:
+    def adapted(self) -> Adapted:
         return adapted(self.root / "run")
 
     @cached_property
     def files(self) -> list[Path]:
-        store = self.found.setup.task.data.dataset.test
+        store = self.adapted.setup.task.data.dataset.test
         return [Path(store.where(row)) for row in range(len(store))]  # type: ignore[union-attr]
 
     @cached_property
     def scores(self) -> Tensor:
-        images = self.found.setup.task.test_images
+        images = self.adapted.setup.task.test_images
         with torch.no_grad():
-            return self.found.network.eval()(images.batch(torch.arange(len(images)))).softmax(1)
+            return self.adapted.network.eval()(images.batch(torch.arange(len(images)))).softmax(1)
 
     def differs(self, others: Tensor) -> float:
         """How far the farthest score is from the run's own; the labels are the same wherever they are not a tie."""
@@ -121,12 +121,12 @@ def test_run_predict_export_pipeline_and_node_agree_on_every_odd_image(
 
 def by_node(walk: Walk) -> Tensor:
     """The pixels that a node makes of a folder of its own, through the network it is sent."""
-    config = walk.found.setup.config
+    config = walk.adapted.setup.config
     node = setup_of(config, own_data(config, "", str(walk.root / "data"), CLASSES)).task
     assert [node.data.dataset.test.where(row) for row in range(len(walk.files))] == list(map(str, walk.files))  # type: ignore[union-attr]
     rows = torch.arange(len(walk.files))
-    assert torch.equal(node.test_images.batch(rows), walk.found.setup.task.test_images.batch(rows))  # to the bit
-    node.network.load_state_dict(walk.found.plain().state_dict())
+    assert torch.equal(node.test_images.batch(rows), walk.adapted.setup.task.test_images.batch(rows))  # to the bit
+    node.network.load_state_dict(walk.adapted.plain().state_dict())
     with torch.no_grad():
         return node.network.eval()(node.test_images.batch(rows)).softmax(1)
 
@@ -144,7 +144,7 @@ def test_what_the_run_said_is_what_evaluate_measures(walk: Walk) -> None:
 def test_an_export_that_prepares_images_otherwise_is_seen(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The walk can fail: squashing where training crops moves scores."""
     said = walk.root / "merged" / "preprocessor_config.json"
-    before, side = said.read_text(), walk.found.network.image_size
+    before, side = said.read_text(), walk.adapted.network.image_size
     other = {"image_processor_type": "ViTImageProcessor", "size": {"height": side, "width": side}}
     said.write_text(json.dumps({**json.loads(before), **other, "do_center_crop": False}))
     try:

@@ -74,7 +74,7 @@ class Callback:
         """Called instead of `on_run_end` when an error or an interrupt ends the run."""
 
 
-class Patience(Callback):
+class EarlyStopping(Callback):
     """Ends a run that has not improved in so many evaluations; 0 never does."""
 
     def __init__(self, evaluations: int) -> None:

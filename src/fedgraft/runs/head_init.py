@@ -197,6 +197,16 @@ class RemoteScorer:
         return [(evaluation.accuracy, evaluation.loss) for evaluation in evaluations]
 
 
+def no_images_error(split: str) -> FedgraftError:
+    """Return the error for a split of which no client holds an image."""
+    return FedgraftError(
+        "E-RUN-NO-IMAGES",
+        f"no client has {split} images to measure the model on",
+        "raise data.validation",
+        split=split,
+    )
+
+
 def sum_counts(responses: Sequence[Response], example_counts: ExampleCounts, split: str) -> list[Evaluation]:
     """Return the evaluation of each model from the clients' counts, (models, 4) each.
 
@@ -207,12 +217,7 @@ def sum_counts(responses: Sequence[Response], example_counts: ExampleCounts, spl
     for response in responses:
         total = total + response.sums["counts"] * weights[response.client]
     if not total[0, 3]:
-        raise FedgraftError(
-            "E-RUNS-NO-IMAGES",
-            f"no client has {split} images to measure the model on",
-            "raise data.validation",
-            split=split,
-        )
+        raise no_images_error(split)
     evaluations = []
     for right, near, loss, images in total:
         evaluations.append(Evaluation(float(loss / images), float(right / images), float(near / images), int(images)))

@@ -20,7 +20,7 @@ from fedgraft.core.progress import phase, shown_by, watching
 from fedgraft.core.state import ServerState, from_tensors, to_tensors
 from fedgraft.local.memory import one_thread
 from fedgraft.report import representation_figures
-from fedgraft.runs.callbacks import Callback, Checkpoints, Patience, PrivacyBudget, StopRun
+from fedgraft.runs.callbacks import Callback, Checkpoints, EarlyStopping, PrivacyBudget, StopRun
 from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
 from fedgraft.runs.folder import RunFolder
@@ -109,7 +109,7 @@ def is_finished(folder: Path) -> bool:
 def _first_stop(answers: Iterable[tuple[Callback, StopRun | None]]) -> StopRun | None:
     """Return the first final stop, else the first stop, with the callback's name in its reason; None to go on.
 
-    Every callback is asked, also behind one that stops: each hears of every round.
+    Every callback is called, also behind one that stops: each sees every round.
     """
     stops = []
     for callback, stop in answers:
@@ -147,7 +147,7 @@ class _Tally:
 
 
 class _Run:
-    """One running run, so that its steps can be read one by one."""
+    """A run under way: the steps of `go` as methods."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class _Run:
         self.wrap = wrap
         self.tally = _Tally(Best())
         self.stop: StopRun | None = None
-        """Why the run ends before its last round, once a callback has said so."""
+        """Why the run ends before its last round, once a callback has decided that."""
         self.saved_round = -1
         """The round of the last checkpoint."""
         self.callbacks = self._all_callbacks(progress, callbacks)
@@ -180,13 +180,13 @@ class _Run:
         options = self.config.rounds
         every = options.checkpoint_every
         if self.remote is not None:
-            every = 1  # what clients on other machines remember moves on every round: no checkpoint may fall behind
+            every = 1  # clients on other machines change their memory every round: no checkpoint may fall behind
         trackers = [tracker_named(name, self.record.path) for name in self.config.track.trackers]
         return [
             *trackers,
             ProgressDisplay(progress),
             *callbacks,
-            Patience(options.patience),
+            EarlyStopping(options.patience),
             PrivacyBudget(self.setup),
             Checkpoints(self._save, every, options.total),
         ]
@@ -237,7 +237,7 @@ class _Run:
         measurement = self.measure.validation(state.vector, 0)
         line: dict[str, Any] = {"round": 0, "seconds": {}, **self.measure.line(measurement)}
         tally = self.tally
-        if algorithm.privacy.delivers_best_round:  # what private training did not make is not delivered
+        if algorithm.privacy.delivers_best_round:  # else only a model that private training made is delivered
             score = self.measure.score(measurement)
             tally = replace(tally, best=Best(measurement.plain.accuracy, score, 0, 0, state.vector))
         if self.remote is not None:
@@ -260,7 +260,7 @@ class _Run:
         megabytes = self.setup.federation.clients * len(state.vector) * 4 / 1e6
         on_disk = self.setup.algorithm.aggregate.personal and megabytes > self.config.rounds.personal_memory_mb
         if on_disk:
-            log.info("the clients' models (%.0f MB) are kept on disk", megabytes)
+            log.info("the clients' models (%.0f MB) are stored on disk", megabytes)
         starts = own_starts(self.setup, self.engines, self.opened.space, initial)
         return first_models(self.record.path / "personal", len(state.vector), starts, on_disk)
 
@@ -327,7 +327,7 @@ class _Run:
         is_due = bool(options.evaluate_every) and new_state.round % options.evaluate_every == 0
         if is_due or new_state.round == options.total:
             new_state = self._validate(new_state, line)
-        line |= self._traffic(traffic_before)  # all that crossed the wire, also what only a deployment sends
+        line |= self._traffic(traffic_before)  # all messages, also those that only a deployment sends
         self.tally = self.tally.with_bytes(line)
         line = without_cohort_size(line, setup.federation)
         self.tally = replace(self.tally, seconds=self.tally.seconds + time.perf_counter() - began)
@@ -367,7 +367,7 @@ class _Run:
         }
 
     def _validate(self, state: ServerState, line: dict[str, Any]) -> ServerState:
-        """Measure on validation images, remember the best, and let clients test themselves where asked."""
+        """Measure on validation images, remember the best, and let clients test themselves if configured."""
         began = time.perf_counter()
         measurement = self.measure.validation(state.vector, state.round)
         line |= self.measure.line(measurement)
@@ -375,7 +375,7 @@ class _Run:
         score = self.measure.score(measurement)
         improved = score > best.score + self.config.rounds.min_delta
         stale = 0 if improved else best.stale + 1
-        # Under differential privacy nothing chooses: the model after the last round is what the account speaks of.
+        # Under differential privacy nothing is chosen: the account is about the model after the last round.
         if score > best.score or not self.setup.algorithm.privacy.delivers_best_round:
             best = Best(measurement.plain.accuracy, score, state.round, 0, state.vector)
         self.tally = replace(self.tally, best=replace(best, stale=stale))
