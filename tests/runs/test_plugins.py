@@ -238,7 +238,7 @@ def test_a_name_that_no_plug_in_brings(installed: Callable[..., None], tmp_path:
 
 @pytest.mark.slow
 def test_the_pages_own_check_holds_and_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    algorithm, check = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    algorithm, check, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(registry, "ALGORITHMS", dict(registry.ALGORITHMS))
     small = check.replace('"nano"', '"tiny"')
@@ -249,3 +249,15 @@ def test_the_pages_own_check_holds_and_can_fail(tmp_path: Path, monkeypatch: pyt
         with without_pictures(), nullcontext() if holds else pytest.raises(AssertionError):
             exec(compile(small, "the page", "exec"), {"__name__": "__page__"})
     sys.modules.pop("halfway", None)
+
+
+@pytest.mark.slow
+def test_the_callback_of_the_page_stops_and_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, callback = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    small = callback.replace('"nano"', '"tiny"')
+    with without_pictures():
+        exec(compile(small, "the page", "exec"), {"__name__": "__page__"})
+        never_stops = small.replace("return fg.StopRun", "fg.StopRun").replace("runs/good-enough", "runs/never")
+        with pytest.raises(AssertionError):
+            exec(compile(never_stops, "the page", "exec"), {"__name__": "__page__"})
