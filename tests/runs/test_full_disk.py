@@ -25,7 +25,7 @@ from fedgraft.runs import reporting
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.open_run import open_run
-from fedgraft.runs.round_log import verify
+from fedgraft.runs.round_log import verify_log
 from fedgraft.runs.setup import setup_of
 from fedgraft.runs.warnings import warnings_for
 
@@ -224,7 +224,7 @@ def test_files_nested_too_deeply_are_refused_with_a_sentence(tmp_path: Path) -> 
     with pytest.raises(FedgraftError, match="damaged"):
         _ = RunFolder.open(tmp_path).status
     with pytest.raises(FedgraftError, match="log of rounds"):
-        verify(tmp_path)
+        verify_log(tmp_path)
     (tmp_path / "images.zip").write_bytes(b"PK\x03\x04\x80\xff")
     with pytest.raises(FedgraftError, match="must be unpacked"):
         read_toml(tmp_path / "images.zip")

@@ -57,7 +57,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
             WRITERS[writer](path, b"new")
             assert path.read_bytes() == b"new"
             return
-        expected = pytest.raises(OSError) if writer == "atomic" else raises("E-CORE-WRITE", path=str(path))  # noqa: PT011
+        expected = pytest.raises(OSError) if writer == "atomic" else raises("E-CORE-WRITE", path=str(path))
         with expected:
             WRITERS[writer](path, b"new")
     assert path.read_bytes() == b"old" and [entry.name for entry in tmp_path.iterdir()] == ["state.json"]

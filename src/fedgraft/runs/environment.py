@@ -35,7 +35,7 @@ PACKAGES = (
 """Packages whose version can change a result."""
 
 
-def facts() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """Return Python, packages, processor, threads, revision of the source and the command line, ready for JSON."""
     gpu = None
     if torch.cuda.is_available():

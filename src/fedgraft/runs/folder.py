@@ -214,7 +214,7 @@ class RunFolder(RunRecord):
         """Write the facts about this machine; a resumed run adds them to those of its first start."""
         from fedgraft.runs import environment
 
-        now = environment.facts()
+        now = environment.machine_facts()
         first = self.environment()
         if not first:
             self._write_json("environment.json", now)

@@ -28,10 +28,10 @@ from fedgraft.runs.head_init import InitialModel, install, install_head, own_sta
 from fedgraft.runs.measure import Measure
 from fedgraft.runs.open_run import OpenRun, open_run
 from fedgraft.runs.personal_store import PersonalStore, first_models
-from fedgraft.runs.plan import check
+from fedgraft.runs.plan import check_setup
 from fedgraft.runs.reporting import log_round, report_run, summary_of, write_phases, write_skipped
 from fedgraft.runs.round_log import RoundLog
-from fedgraft.runs.saving import Best, pack_run, protection_of, saved_edit
+from fedgraft.runs.saving import Best, pack_run, protection_label, saved_edit
 from fedgraft.runs.secrets import read_or_draw_secret, store_secret, without_cohort_size
 from fedgraft.runs.setup import SECRET_BYTES, RunSetup, setup_of
 from fedgraft.runs.trackers import tracker_named
@@ -86,7 +86,7 @@ def run_setup(
             return record.summary(), None
         secret = read_or_draw_secret(folder)
         setup, remote = build(secret)
-        check(setup)
+        check_setup(setup)
         record = RunFolder.create(folder, text, identity)
         store_secret(folder, secret, needed=bool(setup.federation.secret))
         watchers = watching(PhaseLog(), PhaseFile(folder))
@@ -333,7 +333,7 @@ class _Run:
         self.tally = replace(self.tally, seconds=self.tally.seconds + time.perf_counter() - began)
         self.record.append(line)
         tensors, _ = to_tensors(new_state, {})
-        self.log.append(line, tensors, updates=summary.digests, protection=protection_of(setup.algorithm))
+        self.log.append(line, tensors, updates=summary.digests, protection=protection_label(setup.algorithm))
         self.stop = _first_stop((callback, callback.on_round_end(line, new_state)) for callback in self.callbacks)
         self._note_unused(summary, line)
         return new_state

@@ -185,7 +185,7 @@ class Measure:
         setup = self.setup
         asking = Sums(self.engine.exchange, setup.federation.run, clients, setup.task.network, setup.algorithm.privacy)
         # Clients serve each number once, and a resumed run repeats it.
-        asking.asked = 2 * round + (split == "test")
+        asking.sums_requested = 2 * round + (split == "test")
         sums = asking.ask(action_named("scores"), vector, {"split": split})
         if not sums["confusion"].sum():
             raise no_images_error(split)

@@ -186,7 +186,7 @@ class FederationAsk:
         partial_sum = None
         if self.setup.task.data.rows_known:  # else nobody here knows whether the clients' data is still the same
             request = json.dumps([self.setup.federation.clients, action, dict(settings)], sort_keys=True)
-            partial_sum = PartialSum("edits", [*identity_of(self.setup), request], vector)
+            partial_sum = PartialSum("edits", [*calibration_identity(self.setup), request], vector)
             self._partial_sums.append(partial_sum)
         return self._sums.ask(action_named(action), vector, settings, partial_sum)
 
@@ -204,14 +204,14 @@ class FederationAsk:
 
     def cached(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return what `make` computes, or what it computed before on this machine from the same network and data."""
-        identity = [*identity_of(self.setup), *recipe]
+        identity = [*calibration_identity(self.setup), *recipe]
         tensors = cached_tensors("edits", identity, make, lambda: not self._sums.lost)
         for partial_sum in self._partial_sums:
             partial_sum.forget()
         return tensors
 
 
-def identity_of(setup: RunSetup) -> list[str]:
+def calibration_identity(setup: RunSetup) -> list[str]:
     """Return everything that a result of the clients' data and the whole network depends on."""
     task = setup.task
     return [

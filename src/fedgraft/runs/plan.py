@@ -20,13 +20,13 @@ from fedgraft.edit.sparse import Sparse
 from fedgraft.report.display import size
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.open_run import OpenRun, open_run
-from fedgraft.runs.reporting import describe
+from fedgraft.runs.reporting import describe_run
 from fedgraft.runs.setup import SECRET_BYTES, Circumstances, RunParts, RunSetup, parts_from_config
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import sample as server
 
 
-def check(setup: RunSetup) -> None:
+def check_setup(setup: RunSetup) -> None:
     """Raise an error for a run that cannot work, before anything is computed or written: for a run and for its plan."""
     data = setup.task.data
     _ = setup.probe_size  # refuses a probe that is larger than the validation images
@@ -45,11 +45,11 @@ def check(setup: RunSetup) -> None:
     _ = setup.task.test_images
 
 
-def plan(config: Config) -> list[str]:
+def plan_run(config: Config) -> list[str]:
     """Return lines for `--dry-run`. Bytes are exact for one message; totals assume that every client answers."""
     parts = _without_calibration(parts_from_config(config))
     setup = RunSetup.build(parts, Circumstances(secret=os.urandom(SECRET_BYTES)))  # nothing of a plan is released
-    check(setup)
+    check_setup(setup)
     engines = Engines(setup)
     opened = open_run(setup, engines)
     data = setup.task.data
@@ -59,7 +59,7 @@ def plan(config: Config) -> list[str]:
     exchanges = setup.federation.per_round * config.rounds.total
     down, up = _message_bytes(setup, opened)
     lines = [
-        describe(setup, opened),
+        describe_run(setup, opened),
         f"data: {config.data.source}, {len(data.train_rows):,} training, {len(data.validation_rows):,} validation, "
         f"{len(data.dataset.test.labels):,} test images; clients hold {int(min(sizes)):,} to {int(max(sizes)):,}",
         f"local work: {steps:.3g} steps of {local.batch_size} images a client and round, "

@@ -49,7 +49,7 @@ def report_run(record: RunFolder, setup: RunSetup) -> None:
         ) from error
 
 
-def describe(setup: RunSetup, opened: OpenRun) -> str:
+def describe_run(setup: RunSetup, opened: OpenRun) -> str:
     """Return one line for the log: what trains, who takes part, from where images enter."""
     federation = setup.federation
     total = _parameters(setup)

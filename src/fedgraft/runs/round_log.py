@@ -2,7 +2,7 @@
 
 One JSON line per round: the digest of every accepted update, its weight, who was dropped, the protection, the digest of
 the server's state after it and of the round's line in metrics.jsonl. Each line holds the hash of the one before and is
-signed (Ed25519, where the extra 'secure' is installed) with a key that lies beside the run folder, not in it. `verify`
+signed (Ed25519, where the extra 'secure' is installed) with a key that lies beside the run folder. `verify_log`
 lists lines that were changed, removed or added, and checkpoints whose state is not the one in the log.
 A resumed run repeats its rounds bit for bit, so its lines are the same again.
 """
@@ -150,7 +150,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def verify(folder: Path, key: str | None = None) -> tuple[str, list[str]]:
+def verify_log(folder: Path, key: str | None = None) -> tuple[str, list[str]]:
     """Return one line about the log of a run, and every way in which log, metrics and checkpoints do not agree.
 
     `key` is the public key, or its fingerprint, that the log must be signed with.
@@ -161,8 +161,8 @@ def verify(folder: Path, key: str | None = None) -> tuple[str, list[str]]:
         raise FedgraftError("E-RUN-LOG-EMPTY", f"{path} is empty", "restore the run folder", path=str(path))
     public_key = str(lines[0]["entry"].get("key", ""))
     problems = []
-    if key is not None and key not in (public_key, fingerprint(public_key)):
-        problems.append(f"the log is signed with another key: {fingerprint(public_key)}")
+    if key is not None and key not in (public_key, key_fingerprint(public_key)):
+        problems.append(f"the log is signed with another key: {key_fingerprint(public_key)}")
     problems += _broken_links(lines, public_key)
     entries: dict[int, dict[str, Any]] = {}
     for line in lines[1:]:
@@ -178,11 +178,11 @@ def verify(folder: Path, key: str | None = None) -> tuple[str, list[str]]:
         problems += _unlike_checkpoint(file, entries)
     signed = "not signed (the extra 'secure' was not installed)"
     if public_key:
-        signed = f"signed by {fingerprint(public_key)}"
+        signed = f"signed by {key_fingerprint(public_key)}"
     return f"{last_round} rounds, {signed}", problems
 
 
-def fingerprint(public_key: str) -> str:
+def key_fingerprint(public_key: str) -> str:
     """Return a short name of a key that people can compare."""
     if not public_key:
         return "nobody"

@@ -63,7 +63,7 @@ def saved_edit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def protection_of(algorithm: Algorithm) -> str:
+def protection_label(algorithm: Algorithm) -> str:
     """Return how a round's updates were protected, for its line in the log."""
     return ", ".join(algorithm.privacy.labels()) or "none"
 

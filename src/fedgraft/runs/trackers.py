@@ -63,7 +63,7 @@ class TensorBoard:
 
     def log(self, round: int, metrics: Mapping[str, Any]) -> None:
         """Add one scalar per number."""
-        for key, value in numbers(metrics).items():
+        for key, value in numbers_of_line(metrics).items():
             self.writer.add_scalar(key.replace(".", "/"), value, round)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Wandb:
 
     def log(self, round: int, metrics: Mapping[str, Any]) -> None:
         """Send all numbers of the round at once."""
-        self.run.log({"round": round, **numbers(metrics)})
+        self.run.log({"round": round, **numbers_of_line(metrics)})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the final numbers and close."""
@@ -136,7 +136,7 @@ class MLflow:
 
     def log(self, round: int, metrics: Mapping[str, Any]) -> None:
         """Log one metric per number, with the round as its step."""
-        for key, value in numbers(metrics).items():
+        for key, value in numbers_of_line(metrics).items():
             self.client.log_metric(self.run, key, value, step=round)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -238,7 +238,7 @@ def require(names: Iterable[str]) -> None:
             raise MissingExtra(name, name, f"the tracker {name!r}")
 
 
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of_line(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a metrics line, flat, without the round itself and without missing values."""
     row = csv_row(plain(metrics))
     row.pop("round", None)

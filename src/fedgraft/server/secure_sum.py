@@ -244,7 +244,7 @@ class Sums:
         self.clients = tuple(clients)
         self.example_counts: ExampleCounts | None = None
         self.lost: dict[int, str] = {}
-        self.asked = 0
+        self.sums_requested = 0
         self.up = 0
         self.down = 0
 
@@ -266,12 +266,12 @@ class Sums:
         if self.privacy.collects_sum:
             # Sums outside the rounds are counted where they are hidden: clients serve each number once.
             requested["sums"] = action.name
-            number = self.asked
+            number = self.sums_requested
             space = action.name
         requests = []
         for client in self.clients:
             requests.append(Request(self.run, number, client, action.name, space, vector, auxiliary, requested))
-        self.asked += 1
+        self.sums_requested += 1
         if self.privacy.collects_sum:
             total, lost = self._sum_hidden(action, requests)
         else:

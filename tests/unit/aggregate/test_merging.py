@@ -14,7 +14,6 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.aggregate.merging import aligned_weights, dare, fisher_mean, ties
 from fedgraft.client.observe import squared_gradients
-from fedgraft.core.errors import FedgraftError
 from fedgraft.core.space import select
 from fedgraft.edit import edit_file, task_vectors
 from fedgraft.local.train import LocalTraining
@@ -137,7 +136,8 @@ def test_edits_are_merged_as_files(tmp_path: Path) -> None:
     found = add_files(files, None, tmp_path / "ties", rule=MergeRule("ties", 0.5))
     assert torch.equal(found.values, ties(rows, EVEN, 0.5))
     assert torch.equal(edit_file.load(tmp_path / "ties").values, found.values)
-    twice = [add_files(files, None, tmp_path / f"dare{i}", rule=MergeRule("dare", 0.3, seed=4)).values for i in range(2)]
+    dare = MergeRule("dare", 0.3, seed=4)
+    twice = [add_files(files, None, tmp_path / f"dare{i}", rule=dare).values for i in range(2)]
     assert torch.equal(*twice) and not torch.equal(twice[0], weighted_mean(rows, EVEN))
     assert torch.equal(add_files(files, [1, 2, 1], tmp_path / "sum").values, task_vectors.add(made, [1, 2, 1]).values)
     with raises("E-RUN-MERGE-RULE", rule="slerp"):

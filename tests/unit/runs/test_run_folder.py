@@ -250,8 +250,8 @@ def test_environment_and_a_change_of_it(run: RunFolder, monkeypatch: pytest.Monk
     with run.writing(console=False):
         pass
     assert "another environment" not in (run.path / "log.txt").read_text()
-    changed = {**environment.facts(), "threads": 999, "packages": {**first["packages"], "numpy": "0.1"}}
-    monkeypatch.setattr(environment, "facts", lambda: changed)
+    changed = {**environment.machine_facts(), "threads": 999, "packages": {**first["packages"], "numpy": "0.1"}}
+    monkeypatch.setattr(environment, "machine_facts", lambda: changed)
     with run.writing(console=False):
         pass
     warning = (run.path / "log.txt").read_text()
@@ -262,7 +262,7 @@ def test_environment_and_a_change_of_it(run: RunFolder, monkeypatch: pytest.Monk
 def test_environment_outside_a_checkout(tmp_path: Path) -> None:
     (tmp_path / "__init__.py").write_text("")
     assert environment.revision(tmp_path) is None and environment.installed("no-such-package") is None
-    assert environment.processor(tmp_path / "none") and environment.facts()["command"] == sys.argv
+    assert environment.processor(tmp_path / "none") and environment.machine_facts()["command"] == sys.argv
 
 
 def test_listing(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from fedgraft.data.pixels.store import cache_dir
 from fedgraft.engines.in_process import InProcess
 from fedgraft.runs import open_run as opening_module
 from fedgraft.runs.engines import Engines
-from fedgraft.runs.tensor_cache import PartialSum
 from fedgraft.runs.open_run import open_run
 from fedgraft.runs.setup import setup_of
+from fedgraft.runs.tensor_cache import PartialSum
 
 SPARSE = (
     "trainable.kind=sparse",

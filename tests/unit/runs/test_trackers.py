@@ -14,7 +14,7 @@ import pytest
 from tests.support.errors import raises
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.runs.trackers import TRACKERS, TrackerCallback, numbers, tracker_named
+from fedgraft.runs.trackers import TRACKERS, TrackerCallback, numbers_of_line, tracker_named
 
 CONFIG = {"algorithm": {"name": "fedavg", "lr": 0.1}, "rounds": 3}
 LINE = {
@@ -65,7 +65,7 @@ def follow(it: Any) -> None:
 
 
 def test_numbers_of_a_line() -> None:
-    assert numbers(LINE) == {
+    assert numbers_of_line(LINE) == {
         "accuracy": 0.5,
         "bytes_up": 10.0,
         "seconds.exchange": 0.25,
