@@ -18,7 +18,6 @@ from torch import Tensor
 from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import Answers
 from fedgraft.config.load import load
-from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.edit.dense import head
 from fedgraft.local.features import hidden
@@ -148,7 +147,7 @@ def test_the_control_deals_the_same_weights_to_other_clients() -> None:
 
 
 def test_a_frozen_body_is_refused() -> None:
-    with pytest.raises(FedgraftError, match="this would be FedAvg"):
+    with raises("E-ALGORITHM-COMBINATION"):
         zoo.fedalign(trainable=head())
 
 
@@ -164,7 +163,7 @@ def test_too_few_probe_rows_are_refused() -> None:
 
 def test_too_few_validation_images_are_refused() -> None:
     setup = setup_of(load(None, [*TINY, "algorithm.probe=50"]))
-    with pytest.raises(FedgraftError, match="needs 50 validation images and there are 40"):
+    with raises("E-RUN-PROBE-SIZE", needed=50, available=40):
         make_probe(setup, 0)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.errors import raises
 from tests.support.tiny import CNN, OVERRIDES, same_bits, tensors_of, tiny, without_pictures
 from torch import Tensor
 
@@ -141,7 +142,7 @@ def test_an_algorithm(installed: Callable[..., None], tmp_path: Path) -> None:
     torch.testing.assert_close(half["vector"], start + (whole["vector"] - start) / 2, rtol=1e-6, atol=1e-7)
     again = ran(tmp_path / "again", "algorithm.name=halfway", "algorithm.share=1.0")
     assert torch.equal(again["vector"], whole["vector"])
-    with pytest.raises(FedgraftError, match=r"'shar'.*'share'"):
+    with raises("E-CORE-UNKNOWN-OPTION"):
         ran(tmp_path / "refused", "algorithm.name=halfway", "algorithm.shar=1.0")
 
 
@@ -166,7 +167,7 @@ def test_a_loss(installed: Callable[..., None], tmp_path: Path) -> None:
     torch.testing.assert_close(zero["vector"], plain["vector"], rtol=1e-5, atol=1e-6)
     focal = ran(tmp_path / "focal", "engine=reference", "loss.name=focal")
     assert not torch.allclose(focal["vector"], plain["vector"], rtol=1e-4, atol=1e-5)
-    with pytest.raises(FedgraftError, match=r"'gama'.*'gamma'"):
+    with raises("E-CORE-UNKNOWN-OPTION"):
         ran(tmp_path / "refused", "loss.name=focal", "loss.gama=1.0")
 
 
@@ -204,7 +205,7 @@ def test_a_data_source(installed: Callable[..., None], tmp_path: Path) -> None:
     ran(tmp_path / "run", *words)
     found = adapted(tmp_path / "run").setup.task
     assert found.data.classes == 4 and len(found.data.dataset.test.labels) == 80
-    with pytest.raises(FedgraftError, match="no option 'sze'"):
+    with raises("E-DATA-SOURCE-OPTION"):
         ran(tmp_path / "refused", "data.source=squares", "data.sze=160")
 
 
@@ -231,7 +232,7 @@ def test_all_of_them_on_the_command_line(installed: Callable[..., None], tmp_pat
 
 def test_a_name_that_no_plug_in_brings(installed: Callable[..., None], tmp_path: Path) -> None:
     installed("loss")
-    with pytest.raises(FedgraftError, match=r"no loss 'fokal'; the nearest one is 'focal'"):
+    with raises("E-CORE-UNKNOWN-NAME"):
         ran(tmp_path / "run", "loss.name=fokal")
     assert not (tmp_path / "run").exists()
 

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tests.support.errors import raises
 from tests.support.tiny import CNN, Open, without_pictures
 from tests.support.tiny import same_bits as same
 from tests.support.tiny import tensors_of as final
@@ -265,7 +266,7 @@ def test_a_failed_run_says_why_and_can_be_resumed(tmp_path: Path, monkeypatch: p
 def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:
     """No stale artefact is taken for this run's."""
     completed(tmp_path / "run")
-    with pytest.raises(FedgraftError, match="belongs to a run of another config"):
+    with raises("E-RUN-FOLDER-FOREIGN"):
         run(config("seed=1"), tmp_path / "run", console=False)
     run(config("name=renamed"), tmp_path / "run", console=False)  # the name does not decide the result
 

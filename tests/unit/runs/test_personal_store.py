@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.errors import raises
 from tests.support.toy import Toy
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from fedgraft.config.load import load
 from fedgraft.local.train import LocalTraining
 from fedgraft.runs import checkpoint
 from fedgraft.runs import loop as run_module
-from fedgraft.runs.checkpoint import BadCheckpoint
 from fedgraft.runs.loop import run
 from fedgraft.runs.personal_store import PersonalStore
 
@@ -117,7 +117,7 @@ def test_a_damaged_file_makes_its_checkpoints_bad(tmp_path: Path, harm: str) -> 
     path.unlink()
     if harm != "gone":
         path.write_bytes(data if harm == "flip" else data[:-4])
-    with pytest.raises(BadCheckpoint, match="personal models of round 0 are missing or damaged"):
+    with raises("E-RUN-PERSONAL-DAMAGED", round=0):
         PersonalStore.restore(tmp_path, 3, sealed)
 
 

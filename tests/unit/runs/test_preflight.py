@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tests.support.errors import raises
 from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
@@ -178,7 +179,7 @@ def test_a_map_settles_slips_and_a_run_refuses_them_without_one(data: Path, tmp_
     from fedgraft.config.federate import federate
 
     rename(data, "Melanoma ")
-    with pytest.raises(FedgraftError, match=r'data.class_map = \{"melanoma" = "Melanoma "\}'):
+    with raises("E-DATA-SIMILAR-CLASSES"):
         federate(config(data))
     (tmp_path / "map.toml").write_text('"Melanoma " = "melanoma"\n')
     settled = config(data, f"data.class_map={tmp_path / 'map.toml'}")

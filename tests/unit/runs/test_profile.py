@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.errors import raises
 from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
 from fedgraft.consortium.profile import Row, phase_rows, profile_run, table
 from fedgraft.consortium.roofline import Roofline, best_seconds, measure_roofline
-from fedgraft.core.errors import FedgraftError
 from fedgraft.runs.centralized import run_centralized
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.loop import run
@@ -99,5 +99,5 @@ def test_a_run_in_one_place_is_profiled_too(tmp_path: Path) -> None:
 
 def test_a_run_without_a_round_is_refused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", "", "digest")
-    with pytest.raises(FedgraftError, match="nothing to profile"):
+    with raises("E-CONSORTIUM-NO-ROUND"):
         profile_run(tmp_path / "run")
