@@ -120,9 +120,9 @@ def same_clients(algorithm: Any) -> Toy:
 
 @pytest.mark.parametrize("align", ["client", "random"])
 def test_identical_clients_are_fedavg_to_the_bit(align: str) -> None:
-    one = LocalTraining(3, batch_size=1)
-    aligned = same_clients(zoo.fedalign(align=align, **SMALL | {"local": one}))
-    plain = same_clients(zoo.fedavg(local=one))
+    training = LocalTraining(3, batch_size=1)
+    aligned = same_clients(zoo.fedalign(align=align, **SMALL | {"local": training}))
+    plain = same_clients(zoo.fedavg(local=training))
     assert torch.equal(aligned.run(3).vector, plain.run(3).vector)
     if align == "client":
         assert torch.equal(weights(aligned), weights(plain))
@@ -172,9 +172,11 @@ def test_probe_and_clients_images_enter_where_nothing_before_them_is_trained_or_
     last, pixels = ["trainable.kind=last_blocks", "trainable.blocks=1"], "data.cache_features=false"
     for layers, entry in ((("block1.mlp",), 1), (("block0.mlp", "block1.mlp"), 0)):
         words = [*TINY, *last, f"algorithm.layers={list(layers)}".replace("'", '"')]
-        kept, plain = (open_run(setup_of(load(None, given)), None).context for given in (words, [*words, pixels]))
-        assert (kept.examples.entry, kept.probe.entry) == (1, entry) and plain.probe.entry == 0
-        seen = [hidden(one.network, layers, one.probe) for one in (kept, plain)]
+        cached, plain = (
+            open_run(setup_of(load(None, overrides)), None).context for overrides in (words, [*words, pixels])
+        )
+        assert (cached.examples.entry, cached.probe.entry) == (1, entry) and plain.probe.entry == 0
+        seen = [hidden(opened.network, layers, opened.probe) for opened in (cached, plain)]
         torch.testing.assert_close(*seen, rtol=1e-5, atol=1e-5)
 
 

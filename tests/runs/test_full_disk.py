@@ -59,8 +59,8 @@ def test_a_deadline_is_warned_of_by_the_engine_really_chosen(
     for late, expected in ((["rounds.deadline=5"], warns), ([], False)):
         setup = setup_of(load(None, [*SMALL, *overrides, *late]))
         engines = Engines(setup)
-        told = warnings_for(setup, open_run(setup, engines), engines)
-        assert any("cannot be late" in text for text in told) == expected
+        warnings = warnings_for(setup, open_run(setup, engines), engines)
+        assert any("cannot be late" in text for text in warnings) == expected
 
 
 # ---- a place that cannot be written to ------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def install(folder: Path, *names: str) -> None:
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Installs plug-ins for one test; the registries and the modules are as before after it."""
-    before = [dict(one) for one in REGISTRIES]
+    before = [dict(table) for table in REGISTRIES]
 
     def add(*names: str) -> None:
         install(tmp_path / "site", *names)
@@ -113,9 +113,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
     with without_pictures():
         yield add
-    for one, kept in zip(REGISTRIES, before, strict=True):
-        one.clear()
-        one.update(kept)
+    for table, entries in zip(REGISTRIES, before, strict=True):
+        table.clear()
+        table.update(entries)
     for name in PLUGINS:
         sys.modules.pop(f"outside_{name}", None)
 
@@ -147,8 +147,11 @@ def test_an_algorithm(installed: Callable[..., None], tmp_path: Path) -> None:
 
 
 def test_the_page_names_the_module_and_the_group() -> None:
-    told = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0])
-    assert told["project"]["entry-points"]["fedgraft"] == {"halfway": "halfway"} and "halfway.py:\n" in PAGE.read_text()
+    project_file = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0])
+    assert (
+        project_file["project"]["entry-points"]["fedgraft"] == {"halfway": "halfway"}
+        and "halfway.py:\n" in PAGE.read_text()
+    )
 
 
 def test_a_broken_plug_in_is_named(installed: Callable[..., None], tmp_path: Path) -> None:
@@ -174,10 +177,10 @@ def test_a_loss(installed: Callable[..., None], tmp_path: Path) -> None:
 def test_a_trainable_kind(installed: Callable[..., None], tmp_path: Path) -> None:
     installed("trainable")
     ran(tmp_path / "run", "trainable.kind=biases")
-    found = adapted(tmp_path / "run")
-    found.opened.context.load_model(found.last)
-    start = dict(found.base().named_parameters())
-    moved = {name for name, p in found.network.named_parameters() if not torch.equal(p, start[name])}
+    run_again = adapted(tmp_path / "run")
+    run_again.opened.context.load_model(run_again.last)
+    start = dict(run_again.base().named_parameters())
+    moved = {name for name, p in run_again.network.named_parameters() if not torch.equal(p, start[name])}
     assert moved and all(name.endswith("bias") for name in moved) and "head.bias" in moved
 
 
@@ -203,8 +206,8 @@ def test_a_data_source(installed: Callable[..., None], tmp_path: Path) -> None:
     installed("source")
     words = ["data.source=squares", "data.size=160"]
     ran(tmp_path / "run", *words)
-    found = adapted(tmp_path / "run").setup.task
-    assert found.data.classes == 4 and len(found.data.dataset.test.labels) == 80
+    outside_task = adapted(tmp_path / "run").setup.task
+    assert outside_task.data.classes == 4 and len(outside_task.data.dataset.test.labels) == 80
     with raises("E-DATA-SOURCE-OPTION"):
         ran(tmp_path / "refused", "data.source=squares", "data.sze=160")
 

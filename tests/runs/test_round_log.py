@@ -54,9 +54,9 @@ def edit(folder: Path, number: int, change: str) -> None:
 
 
 def test_an_honest_folder_passes_and_says_who_signed(folder: Path) -> None:
-    told, wrong = verify_log(folder)
-    assert not wrong and told.startswith("4 rounds, signed by")
-    assert verify_log(folder, "0" * 32)[1] == [f"the log is signed with another key: {told.split()[-1]}"]
+    about_the_log, wrong = verify_log(folder)
+    assert not wrong and about_the_log.startswith("4 rounds, signed by")
+    assert verify_log(folder, "0" * 32)[1] == [f"the log is signed with another key: {about_the_log.split()[-1]}"]
     entry = json.loads((folder / NAME).read_text().splitlines()[-1])["entry"]
     assert len(entry["updates"]) == 2 and entry["protection"] == "none"
 

@@ -78,13 +78,13 @@ def test_fedcofs_covariance_is_unbiased_where_clients_draw_alike() -> None:
     """Over many drawn federations the mean estimate is the true covariance, within five standard errors."""
     g = torch.Generator().manual_seed(0)
     root = torch.tensor([[1.0, 0.0], [0.7, 0.5]], dtype=torch.float64)
-    true, found = root @ root.T, []
+    true, estimates = root @ root.T, []
     owner = torch.arange(24) % 6
     for _ in range(400):
         z = torch.randn(24, 2, generator=g, dtype=torch.float64) @ root.T
         each = by_class(z, owner, torch.zeros(24, dtype=torch.int64), 1)
-        found.append(class_covariances(each)[0] / 23)
-    stack = torch.stack(found)
+        estimates.append(class_covariances(each)[0] / 23)
+    stack = torch.stack(estimates)
     error = stack.std(0) / 400**0.5
     assert bool(((stack.mean(0) - true).abs() < 5 * error).all())
 

@@ -92,16 +92,16 @@ def test_files_that_nobody_names_are_deleted(tmp_path: Path) -> None:
         store = after(store, round, [0, 1], rows(round, round))
         checkpoint.save(checkpoints, round, {"x": torch.zeros(1)}, {"personal": store.sealed()})
         store.release(checkpoints)
-    kept = [int(path.name.split("-")[1]) for path in checkpoint.listing(checkpoints)]
-    assert [int(name[6:14]) for name in files(folder)] == kept == [9, 10, 11, 12, 13]
+    rounds = [int(path.name.split("-")[1]) for path in checkpoint.listing(checkpoints)]
+    assert [int(name[6:14]) for name in files(folder)] == rounds == [9, 10, 11, 12, 13]
 
 
 def test_resuming_does_not_take_away_what_older_checkpoints_need(tmp_path: Path) -> None:
     folder = tmp_path / "personal"
-    one = after(PersonalStore.create(folder, 3), 0, [0], rows(1))
-    old = one.sealed()
-    two = after(one, 1, [0], rows(2))
-    new = two.sealed()
+    first = after(PersonalStore.create(folder, 3), 0, [0], rows(1))
+    old = first.sealed()
+    second = after(first, 1, [0], rows(2))
+    new = second.sealed()
     again = PersonalStore.restore(folder, 3, new)
     later = after(after(again, 2, [0], rows(3)), 3, [0], rows(4))
     assert torch.equal(later[0], rows(4)[0])
@@ -151,13 +151,13 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 def models(folder: Path) -> dict[int, Tensor]:
     """The personal models in the last checkpoint, wherever they lie."""
-    found = checkpoint.load_latest(folder / "checkpoints")
-    assert found is not None
-    inside = {int(n.partition("/")[2]): t for n, t in found.tensors.items() if n.startswith("personal/")}
-    if "personal" not in found.meta:
+    latest = checkpoint.load_latest(folder / "checkpoints")
+    assert latest is not None
+    inside = {int(n.partition("/")[2]): t for n, t in latest.tensors.items() if n.startswith("personal/")}
+    if "personal" not in latest.meta:
         return inside
     assert not inside
-    return dict(PersonalStore.restore(folder / "personal", len(found.tensors["vector"]), found.meta["personal"]))
+    return dict(PersonalStore.restore(folder / "personal", len(latest.tensors["vector"]), latest.meta["personal"]))
 
 
 def same(a: dict[int, Tensor], b: dict[int, Tensor]) -> bool:

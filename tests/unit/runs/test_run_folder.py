@@ -30,9 +30,9 @@ def line(round: int, **more: Any) -> dict[str, Any]:
 
 def train(run: RunFolder, until: int, stop_at: int | None = None, every: int = 3) -> None:
     """A run in miniature: the state is the sum of the rounds; it stops short like a kill would."""
-    found = run.resume()
-    total = torch.zeros(()) if found is None else found.tensors["total"]
-    for round in range(1 if found is None else found.round + 1, until + 1):
+    latest = run.resume()
+    total = torch.zeros(()) if latest is None else latest.tensors["total"]
+    for round in range(1 if latest is None else latest.round + 1, until + 1):
         total = total + round
         run.append(line(round, total=float(total), seconds={"a": torch.rand(()).item()}))
         if stop_at == round:
