@@ -86,7 +86,7 @@ def test_a_short_run_keeps_no_tokens_that_it_will_not_meet(met: list[int], tmp_p
 
 
 def test_the_guard_notices_two_passes(met: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunSetup, "_met_again", lambda self: None)
+    monkeypatch.setattr(RunSetup, "_reused_images", lambda self: None)
     run(load(None, words("last_blocks")), tmp_path / "run", console=False)
     assert len(met) > len(set(met))
 
