@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgraft.core.rng import torch_stream
-from fedgraft.edit.fisher import fisher_scores
+from fedgraft.edit.fisher import estimate_fisher
 
 OUT = Path("runs") / "benchmarks" / "fisher.json"
 MOST_GB, MOST_RATIO = 2.0, 1.5
@@ -72,7 +72,7 @@ def main() -> None:
 
     def calibrate() -> None:
         network.zero_grad()
-        fisher_scores(network, batches, "rademacher", generator=torch_stream(0, "labels"))
+        estimate_fisher(network, batches, "rademacher", generator=torch_stream(0, "labels"))
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     calibrate()  # alone first, so that the peak is its own

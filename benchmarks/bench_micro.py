@@ -25,7 +25,7 @@ from fedgraft.aggregate.similarity import crsm, svcca_basis, svcca_of_bases
 from fedgraft.consortium.roofline import Roofline, best_seconds, measure_roofline
 from fedgraft.core.rng import torch_stream
 from fedgraft.edit.choose import choose, random_scores
-from fedgraft.edit.fisher import fisher_scores
+from fedgraft.edit.fisher import estimate_fisher
 from fedgraft.models.backbones import load_network
 from fedgraft.privacy.secagg.keys import add_keystream
 from fedgraft.privacy.secagg.ring import Ring, Segment
@@ -52,7 +52,7 @@ def calibration(peak: Roofline, small: bool) -> list[Row]:
         torch.nn.functional.cross_entropy(network(inputs), targets).backward()
 
     def scores() -> object:
-        return fisher_scores(network, [(inputs, targets)], "rademacher", generator=torch_stream(0, "labels"))
+        return estimate_fisher(network, [(inputs, targets)], "rademacher", generator=torch_stream(0, "labels"))
 
     return [("Fisher calibration, 32 images", best_seconds(scores), best_seconds(plain), "forward and backward")]
 

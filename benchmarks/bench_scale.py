@@ -46,7 +46,7 @@ from fedgraft.data.examples import PrecomputedExamples
 from fedgraft.edit import dense
 from fedgraft.engines.batched import Batched
 from fedgraft.local.optimizers import sgdm
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.local.train import LocalTraining
 from fedgraft.models.backbones import load_network
 from fedgraft.privacy.secagg.keys import Identity
@@ -79,7 +79,7 @@ def head(clients: int, cohort: int, width: int, rounds: int = 3) -> dict[str, fl
     algorithm = fedavg(local=LocalTraining(steps=4, batch_size=50), trainable=dense.head())
     space = select(network, lambda name: name.startswith("head."))
     context = ClientContext(network, space, examples, lambda k: torch.arange(50) + 50 * (k % (POOL // 50)), 0)
-    federation = Federation("scale", 0, clients, cohort, rounds, constant(0.05))
+    federation = Federation("scale", 0, clients, cohort, rounds, constant_rate(0.05))
     server_context = ServerContext(space.digest, space.size, space.trained, network.width, network.classes)
     state, engine, seconds = start(algorithm, space.gather(network), space.trained), Batched(algorithm, context), []
     for _ in range(rounds):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.metrics.statistics import table
+from fedgraft.metrics.statistics import markdown_table
 from fedgraft.report import html
 from reproduction.answers import Part, endpoints, is_accuracy, read
 from reproduction.claims import judged, said
@@ -82,7 +82,7 @@ def answers_page(found: Results) -> str:
         shown = [f"![{one.title}]({one.name}/{one.figure.name})"] if one.figure else []
         told = "\n".join(f"- {key}: {f'`{text}`' if key == 'Command' else text}" for key, text in one.facts.items())
         more = [f"All numbers and settings: [{one.name}]({one.name}.md)."] if one.paged else []
-        rows = table(list(one.rows[0]), [_emphasised(row) for row in one.rows])
+        rows = markdown_table(list(one.rows[0]), [_emphasised(row) for row in one.rows])
         head = [f"## {one.name.upper()} {one.title}", one.question, f"**{one.sentences}**"]
         parts += [*head, *shown, told, *more, rows]
     return "\n\n".join(parts) + "\n"
@@ -96,15 +96,15 @@ def answers_html(found: Results, path: Path) -> Path:
             f"<p>{html.safe(one.question)}</p>"
             + html.notices([one.sentences])
             + (_SCROLLED.format(html.picture(one.figure, one.title)) if one.figure else "")
-            + html.facts(one.facts)
-            + html.folded("Every planned comparison", html.grid(one.rows)),
+            + html.facts_table(one.facts)
+            + html.folded("Every planned comparison", html.grid_table(one.rows)),
         )
         for one in found.answers
     ]
     numbers = html.rows_csv([{"question": one.name, **row} for one in found.answers for row in one.rows])
     words = re.sub(r"\[(.+?)\]\(.+?\)|[`*]", r"\1", _intro(found))
     top = html.header(_TITLE, "finished", "endpoints.csv", numbers, words)
-    appendix = html.section("What the five documents claim", html.folded("Every claim", html.grid(found.claims)))
+    appendix = html.section("What the five documents claim", html.folded("Every claim", html.grid_table(found.claims)))
     return html.write_page(path, _TITLE, top, [*sections, appendix], [])
 
 
@@ -303,7 +303,7 @@ def claim_rows(parts: Mapping[str, Mapping[str, Part]]) -> Table:
 
 def claims_page(found: Results) -> str:
     """The appendix as Markdown."""
-    return _APPENDIX + "\n\n" + table(list(found.claims[0]), [_emphasised(row) for row in found.claims]) + "\n"
+    return _APPENDIX + "\n\n" + markdown_table(list(found.claims[0]), [_emphasised(row) for row in found.claims]) + "\n"
 
 
 def _emphasised(row: Mapping[str, str]) -> list[str]:

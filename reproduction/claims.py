@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fedgraft.metrics.statistics import table
+from fedgraft.metrics.statistics import markdown_table
 from reproduction.claims_rows import ROWS, of_kind
 from reproduction.preset import Claim, load_preset, names
 from reproduction.question import QUESTIONS, load_question
@@ -96,7 +96,7 @@ def said(claim: Claim, effect: Effect | Fact | None, verdict: Verdict | None = N
 def verdict_table(found: Sequence[Row]) -> str:
     """Markdown rows of verdicts."""
     rows = [[r.claim.row, f"{r.claim.text} ({r.claim.document})", r.measured, f"**{r.verdict}**"] for r in found]
-    return table(["row", "claim", "measured", "verdict"], rows)
+    return markdown_table(["row", "claim", "measured", "verdict"], rows)
 
 
 def listing() -> list[tuple[int, str, str, list[str]]]:

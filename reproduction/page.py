@@ -11,7 +11,7 @@ from typing import Any
 
 from fedgraft.config.load import to_toml
 from fedgraft.core.files import write_text
-from fedgraft.metrics.statistics import bytes_to, latex, summarise, table
+from fedgraft.metrics.statistics import bytes_to, latex, summarise, markdown_table
 from fedgraft.report.html import rows_csv
 from fedgraft.runs.folder import RunFolder
 from reproduction import claims, rounds
@@ -222,14 +222,14 @@ def _settings(found: Found) -> str:
             continue  # says nothing about these runs
         if key == "local.lr" and found.rates:
             continue  # tuned
-        values = {str(table[section][name]) for table in tables}
+        values = {str(markdown_table[section][name]) for markdown_table in tables}
         if values != {"None"}:
             said.append(f"{key}={values.pop()}" if len(values) == 1 else f"{key} varies")
     return f"Settings: {', '.join(said)}." if said else ""
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    return table(list(rows[0]), [list(row.values()) for row in rows])
+    return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _markdown(

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedgraft.config.load import Config, from_folder
 from fedgraft.consortium.attacked import OUTCOME
-from fedgraft.consortium.sweep import finished_summary, run_many, vary
+from fedgraft.consortium.sweep import finished_summary, run_many, vary_config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.runs.folder import RunFolder
 

@@ -27,7 +27,7 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import Step
 from fedgraft.core.rng import numpy_stream
 from fedgraft.core.state import Federation
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.privacy.accounting import epsilon as told_epsilon
 from fedgraft.privacy.dp import Mechanism
 from fedgraft.privacy.protection import DifferentialPrivacy
@@ -178,7 +178,7 @@ def _score(dp: DifferentialPrivacy, there: bool, known: bool, draws: np.random.G
     """
     state, total = start(zoo.fedavg(), torch.zeros(SIZE), SIZE), 0.0
     mu, q = 1 / dp.mechanism.noise, dp.mechanism.probability
-    federation = Federation("pair", 0, 5, 5, 1, constant(1.0), "poisson")
+    federation = Federation("pair", 0, 5, 5, 1, constant_rate(1.0), "poisson")
     own = torch.zeros(SIZE)
     own[0] = dp.clip
     for _ in range(ROUNDS):

@@ -26,7 +26,7 @@ from fedgraft.client.policy import Policy
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.state import Federation, ServerState
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.privacy import protection
 from fedgraft.privacy.dp import Mechanism, clip, sensitivity
 from fedgraft.server.collect import ServerContext, collect
@@ -94,7 +94,7 @@ def released(
     """What one private round adds to the model; the cohort are the clients from `first` on."""
     assert algorithm.privacy.dp is not None
     length, mechanism = len(updates[0]), algorithm.privacy.dp.mechanism
-    federation = Federation("run", 0, mechanism.population, len(updates), 10, constant(0.1), "poisson", largest=5)
+    federation = Federation("run", 0, mechanism.population, len(updates), 10, constant_rate(0.1), "poisson", largest=5)
     state = ServerState(round_, torch.zeros(length), algorithm.server.init(length), clip=BOUND)
     settings = {"lr": 0.1, "clip": BOUND}
     requests = [Request("run", round_, k, "train", "s", state.vector, {}, settings) for k in range(first, len(updates))]

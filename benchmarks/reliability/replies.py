@@ -32,7 +32,7 @@ from fedgraft.consortium.attack import RULES
 from fedgraft.core.messages import Request, Response, pack_bits
 from fedgraft.core.state import Federation, ServerState
 from fedgraft.edit.sparse import Sparse
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.server import collect as collecting
 from fedgraft.server import validate as screening
 from fedgraft.server.collect import ServerContext
@@ -49,7 +49,7 @@ def scored(answers: Answers) -> Tensor:
 
 
 JUDGE = ServerContext("mask-a", LENGTH, LENGTH, 4, 3, align=scored)
-FEDERATION = Federation("run-a", 0, 6, 6, 10, constant(0.1), norm_bound=EXPECTED.norm_bound)
+FEDERATION = Federation("run-a", 0, 6, 6, 10, constant_rate(0.1), norm_bound=EXPECTED.norm_bound)
 ORDERS = [Request("run-a", 7, k, "train", "mask-a", torch.zeros(LENGTH)) for k in range(6)]
 PARTS = 2 * LENGTH
 """Coordinates of the space of which each client may move half, other ones each."""

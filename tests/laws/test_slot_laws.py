@@ -25,7 +25,7 @@ from fedgraft.edit.trainable import is_head
 from fedgraft.local.corrections import Correction, none
 from fedgraft.local.losses import Loss, LossContext, cross_entropy
 from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.local.train import LocalTraining
 
 LOCAL = LocalTraining(steps=2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.01))
@@ -99,7 +99,7 @@ def test_a_loss_from_outside_is_what_clients_minimise(outside: None) -> None:
     local = replace(LOCAL, optimizer=sgdm(0.9))
     plain = zoo.fedavg(local=local)
     twice = zoo.fedavg(local=local, loss=LOSSES.build("doubled", {}))
-    assert same(outcome(twice, schedule=constant(0.025)), outcome(plain, schedule=constant(0.05)))
+    assert same(outcome(twice, schedule=constant_rate(0.025)), outcome(plain, schedule=constant_rate(0.05)))
     assert not same(outcome(twice), outcome(plain))  # the planted bug: the slot is not looked at
     with pytest.raises(FedgraftError, match="no loss 'dubled'; the nearest one is 'doubled'"):
         LOSSES.find("dubled")

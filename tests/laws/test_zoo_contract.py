@@ -19,7 +19,7 @@ from torch import Tensor
 from fedgraft import algorithms as zoo
 from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
-from fedgraft.aggregate.server_rules import RoundInfo, ServerRule, plain
+from fedgraft.aggregate.server_rules import RoundInfo, ServerRule, plain_rule
 from fedgraft.aggregate.slots import Aggregator, Answers, count_mean, mean
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.context import ClientContext
@@ -31,7 +31,7 @@ from fedgraft.core.space import Bound, masked, select
 from fedgraft.core.state import ServerState, from_tensors, to_tensors
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.dense import head, last_blocks
-from fedgraft.edit.lora import merge
+from fedgraft.edit.lora import merge_lora
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
 from fedgraft.edit.trainable import RoundRobinMasks
@@ -40,7 +40,7 @@ from fedgraft.engines.batched import Batched
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.stack import Stack
 from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.local.train import LocalTraining, batches, train
 from fedgraft.runs import checkpoint
 from fedgraft.server import collect as collect_module
@@ -344,7 +344,7 @@ def test_law(law: str, row: str, tmp_path: Path) -> None:
 
 def statistics_are_kept_or_averaged(row: Row) -> None:
     """Statistics outside the space keep their bits; those inside move, and variances stay variances."""
-    toy = Table(row, schedule=constant(0.3))
+    toy = Table(row, schedule=constant_rate(0.3))
     before = {n: t.clone() for n, t in toy.network.named_buffers() if t.is_floating_point()}
     assert before
     toy.run(4)
@@ -585,8 +585,8 @@ def central_is_torch_training() -> None:
 def by_layer_of_one_layer_is_fedalign() -> None:
     """One observed layer: every coordinate has the client's own weight, on a sparse edit as well, bit for bit."""
     for space in (None, masked(ToyNetwork(), random_mask(ToyNetwork(), 0.4))):
-        ours, plain = (named("fedalign", layers=("late",), by_layer=flag)() for flag in (True, False))
-        assert torch.equal(run(ours, space=space).state.vector, run(plain, space=space).state.vector)
+        ours, plain_rule = (named("fedalign", layers=("late",), by_layer=flag)() for flag in (True, False))
+        assert torch.equal(run(ours, space=space).state.vector, run(plain_rule, space=space).state.vector)
     apart = run(named("fedalign", by_layer=True)()).state.vector
     assert not torch.equal(apart, run(named("fedalign")()).state.vector)  # three layers are another thing
 
@@ -655,9 +655,9 @@ def fedsa_lora_of_one_client_is_lora() -> None:
     joined |= dict(
         zip((p.name for p in toy.context.private.parts), toy.engine.memory[0]["private"].split(sizes), strict=True)
     )
-    plain = run(named("fedavg", trainable=lora)(), 2, clients=1, per_round=1)
-    for part, begin, end in plain.space.ranges:
-        torch.testing.assert_close(joined[part.name], plain.state.vector[begin:end], rtol=1e-5, atol=1e-6)
+    plain_rule = run(named("fedavg", trainable=lora)(), 2, clients=1, per_round=1)
+    for part, begin, end in plain_rule.space.ranges:
+        torch.testing.assert_close(joined[part.name], plain_rule.state.vector[begin:end], rtol=1e-5, atol=1e-6)
     assert all("lora_B" in part.name for part in toy.context.private.parts)
     assert not [part.name for part in toy.space.parts if "lora_B" in part.name]
 
@@ -681,7 +681,7 @@ def fedsb_at_full_rank_trains_as_the_dense_layers() -> None:
     theirs = run(named("fedavg", local)(), space=inner, **FULL)
     ours.space.scatter(ours.state.vector, ours.network)
     theirs.space.scatter(theirs.state.vector, theirs.network)
-    merge(ours.network)
+    merge_lora(ours.network)
     other = dict(theirs.network.named_parameters())
     for name, mine in ours.network.named_parameters():
         torch.testing.assert_close(mine, other[name], rtol=1e-4, atol=1e-5)
@@ -694,7 +694,7 @@ def flexlora_of_one_client_is_its_own_training() -> None:
     for algorithm in (named("flexlora", trainable=kind, ranks=(2,))(), lora()):
         toy = run(algorithm, 1, clients=1, per_round=1)
         toy.space.scatter(toy.state.vector, toy.network)
-        products.append(merge(toy.network).get_submodule("backbone.layers.0.1").weight)
+        products.append(merge_lora(toy.network).get_submodule("backbone.layers.0.1").weight)
     torch.testing.assert_close(*products, rtol=1e-5, atol=1e-6)
 
 
@@ -1028,7 +1028,7 @@ def test_resume_notices_what_was_not_stored(row: str, damage: dict[str, Any], tm
 
 def test_falling_loss_notices_a_step_in_the_wrong_direction() -> None:
     with pytest.raises(AssertionError):
-        loss_falls(Row(lambda: vary(named("fedavg")(), server=plain(-1.0))))
+        loss_falls(Row(lambda: vary(named("fedavg")(), server=plain_rule(-1.0))))
 
 
 def test_a_control_variate_that_is_never_kept_is_noticed() -> None:

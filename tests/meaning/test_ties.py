@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from tests.support.tiny import Open, tiny
 
-from fedgraft.client.actions.evaluation import count
+from fedgraft.client.actions.evaluation import count_models
 from fedgraft.client.context import features
 from fedgraft.core.messages import Request
 from fedgraft.metrics.evaluate import evaluate, evaluate_with_sums, evaluation_of
@@ -64,7 +64,7 @@ def test_every_path_breaks_ties_alike(name: str) -> None:
     assert LocalScorer(seen, examples.labels[held])([head])[0][0] == pytest.approx(accuracy)
     shown.held = lambda client: held
     request = Request("r", -1, 0, "count", auxiliary={"heads": head[None]})
-    told = count(request, shown)["counts"][0] / len(held)
+    told = count_models(request, shown)["counts"][0] / len(held)
     assert (float(told[0]), float(told[1])) == pytest.approx((accuracy, top5))
 
 

@@ -15,7 +15,7 @@ from fedgraft.cli.overrides import config_of
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.from_data import config_for, held_out, source_of
 from fedgraft.config.load import load
-from fedgraft.consortium.advise import Advice, Candidate, advise, bytes_of, recommendation, to_file
+from fedgraft.consortium.advise import Advice, Candidate, advise_settings, bytes_of, recommendation, to_file
 from fedgraft.core.errors import FedgraftError
 
 SMALL = {
@@ -88,8 +88,8 @@ def test_it_tries_recommends_and_writes_a_config_that_runs(tmp_path: Path) -> No
     lines: list[str] = []
     config = config_for("digits", {"name": "advised"}, SMALL)
     with without_pictures():
-        advice = advise(config, 2e5, tmp_path / "trials", rounds=1, images=120, report=lines.append)
-        again = advise(config, 2e5, tmp_path / "trials", rounds=1, images=120, report=lines.append)
+        advice = advise_settings(config, 2e5, tmp_path / "trials", rounds=1, images=120, report=lines.append)
+        again = advise_settings(config, 2e5, tmp_path / "trials", rounds=1, images=120, report=lines.append)
     assert again == advice and sum("trying" in line for line in lines) == 4  # the second time nothing is tried
     rows = {row["candidate"]: row for row in advice.rows()}
     assert list(rows) == ["head", "lora", "sparse 90 %", "last 2 blocks"]
@@ -104,7 +104,9 @@ def test_it_tries_recommends_and_writes_a_config_that_runs(tmp_path: Path) -> No
 
 
 def test_time_that_is_over_leaves_candidates_untried(tmp_path: Path) -> None:
-    advice = advise(config_for("digits", {"name": "advised"}, SMALL), 1e9, tmp_path, 1e-9, 1, 120, lambda line: None)
+    advice = advise_settings(
+        config_for("digits", {"name": "advised"}, SMALL), 1e9, tmp_path, 1e-9, 1, 120, lambda line: None
+    )
     assert all("not tried" in candidate.excluded for candidate in advice.candidates)
     with raises("E-CONSORTIUM-NOTHING-FITS", budget=1e9):
         recommendation(advice)

@@ -16,7 +16,15 @@ from tests.support.errors import raises
 
 from fedgraft.config.load import Config, load
 from fedgraft.consortium import attacked
-from fedgraft.consortium.attack import RULES, AttackPlan, AttackResult, attack_table, partition_of, summary_rows, write
+from fedgraft.consortium.attack import (
+    RULES,
+    AttackPlan,
+    AttackResult,
+    attack_table,
+    partition_of,
+    summary_rows,
+    write_attack_table,
+)
 from fedgraft.consortium.attacked import BENIGN, OUTCOME
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import without_timing
@@ -229,7 +237,7 @@ def test_given_features_have_no_place_for_a_trigger(tmp_path: Path) -> None:
 
 
 def test_three_files(tmp_path: Path) -> None:
-    markdown, lines, page = write(CELLS, tmp_path / "out", "A <note>.")
+    markdown, lines, page = write_attack_table(CELLS, tmp_path / "out", "A <note>.")
     assert "| mean | 90.00 | 20.00 | 88.00 | 70.0 (scaling) | 10.00 | 95.00 |" in markdown.read_text()
     assert "- krum: Krum needs at least 7 responses." in markdown.read_text()
     rows = list(csv.DictReader(lines.open()))

@@ -14,7 +14,7 @@ from tests.support.machines import Machines
 from tests.support.tiny import same_bits, tensors_of, tiny, without_pictures
 
 from fedgraft.config.load import Config, from_folder
-from fedgraft.consortium.unlearn import plan, unlearn
+from fedgraft.consortium.unlearn import plan_replay, unlearn_client
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request
 from fedgraft.deploy.deployed import run_deployed
@@ -75,11 +75,11 @@ def test_the_others_meet_what_they_would_have_met(tmp_path: Path, monkeypatch: p
 def test_who_came_late_is_forgotten_from_there_on(tmp_path: Path) -> None:
     """Also with a ridge head, which was made without it: the rounds before need not be done again."""
     folder = done(tiny(*SMALL, *CHANGES), tmp_path / "run")
-    replay = plan(folder, "2")
+    replay = plan_replay(folder, "2")
     assert (replay.start, replay.rounds, replay.took_part) == (2, 4, 2)
-    assert plan(folder, "1").start == 0 and "ridge head" in plan(folder, "1").why
+    assert plan_replay(folder, "1").start == 0 and "ridge head" in plan_replay(folder, "1").why
     with without_pictures():
-        unlearn(replay, folder, console=False)
+        unlearn_client(replay, folder, console=False)
     never = done(tiny(*SMALL, 'partition.without=["2"]', "partition.leaves={1=2}"), tmp_path / "never")
     assert same_bits(tensors_of(tmp_path / "run-without-2"), tensors_of(never))
 

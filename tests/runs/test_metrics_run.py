@@ -114,7 +114,7 @@ def test_the_config_names_every_metric() -> None:
 
 def reply_of(**changed: Tensor) -> Response:
     logits, labels = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 3
-    return Response("r", 0, 7, sums={**scores.count(logits, labels, 3), **changed})
+    return Response("r", 0, 7, sums={**scores.count_scores(logits, labels, 3), **changed})
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,8 @@ def test_the_secure_sum_of_scores_is_the_sum_in_the_clear() -> None:
     hidden = asking.ask(action_named("scores"), vector, {"split": "validation"})
     request = [Request("r", 0, k, "scores", "", vector, {}, {"split": "validation"}) for k in range(3)]
     in_the_clear, made.context.policies = vary(made.algorithm, privacy=CLEAR), ()
-    clear = scores.merge([handle(o, in_the_clear, made.context, {})[0].sums for o in request], made.network.classes)
+    clear = scores.merge_scores(
+        [handle(o, in_the_clear, made.context, {})[0].sums for o in request], made.network.classes
+    )
     assert all(torch.equal(hidden[name], clear[name]) for name in ("confusion", "histogram", "top5"))
     assert all(torch.allclose(hidden[name], clear[name], atol=1e-6) for name in ("calibration", "loss"))

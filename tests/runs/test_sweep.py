@@ -29,7 +29,7 @@ from fedgraft.cli import sweep as cli_sweep
 from fedgraft.config.load import load
 from fedgraft.consortium import search, sweep
 from fedgraft.consortium.search import Search, SearchPlan, Trial, best_so_far, diverged_at
-from fedgraft.consortium.search_space import Axis, grid, parse_axis
+from fedgraft.consortium.search_space import Axis, grid_settings, parse_axis
 from fedgraft.consortium.search_tables import best, rows
 from fedgraft.consortium.sweep import Cell, finished_summary, folder_of, run_many
 from fedgraft.core.errors import FedgraftError
@@ -115,7 +115,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put the stand-ins for a run in place."""
     program = tmp_path / "stand_in.py"
     program.write_text(STAND_IN)
-    monkeypatch.setattr(sweep, "command", lambda cell, file: [sys.executable, "-IS", program, file, cell.folder])
+    monkeypatch.setattr(sweep, "cell_command", lambda cell, file: [sys.executable, "-IS", program, file, cell.folder])
     monkeypatch.setattr(sweep, "carry_out", stand_in_here)
     return program
 
@@ -196,11 +196,11 @@ def test_an_axis_that_is_no_option_is_one_sentence(word: str, sentence: str) -> 
 
 def test_grid_is_every_combination_and_refuses_ranges() -> None:
     axes = [parse_axis("local.lr=0.1,0.2"), parse_axis("local.steps=1,2,3")]
-    cells = grid(axes)
+    cells = grid_settings(axes)
     assert len(cells) == 6
     assert cells[1] == {"local.lr": 0.1, "local.steps": 2}
     with raises("E-CONSORTIUM-GRID-RANGE", key="local.lr"):
-        grid([parse_axis("local.lr=log:0.1:1")])
+        grid_settings([parse_axis("local.lr=log:0.1:1")])
 
 
 def proposals(made: SearchPlan, root: Path) -> list[Trial]:
@@ -522,7 +522,7 @@ def test_a_run_that_ignores_the_request_to_stop_is_killed(
     stubborn.write_text(
         "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint(1, flush=True)\ntime.sleep(99)"
     )
-    monkeypatch.setattr(sweep, "command", lambda *_: [sys.executable, str(stubborn)])
+    monkeypatch.setattr(sweep, "cell_command", lambda *_: [sys.executable, str(stubborn)])
     monkeypatch.setattr(sweep, "_GRACE", 0.2)
     cell, stop = cell_of(tmp_path / "s"), threading.Event()
     thread = threading.Thread(target=sweep._run_in_child, args=(cell, stop))

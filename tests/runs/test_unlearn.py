@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import merge, validate
-from fedgraft.consortium.unlearn import plan, subtract, unlearn
+from fedgraft.consortium.unlearn import plan_replay, subtract, unlearn_client
 from fedgraft.data.federated import FederatedData
 from fedgraft.runs.loop import run
 from fedgraft.runs.setup import setup_of
@@ -45,8 +45,8 @@ def test_a_replay_has_the_bytes_of_a_run_that_never_had_the_client(
         run(config, tmp_path / "run", console=False)
         first = first_rounds(tmp_path / "run", 4)
         client = max((k for k in first if first[k] < 99), key=lambda k: first[k])  # the one that came last
-        replay = plan(tmp_path / "run", str(client))
-        unlearn(replay, tmp_path / "run", console=False)
+        replay = plan_replay(tmp_path / "run", str(client))
+        unlearn_client(replay, tmp_path / "run", console=False)
         never = validate(merge(config.table, {"partition": {"without": [str(client)]}}))
         real = FederatedData.rows
 
@@ -70,7 +70,7 @@ def test_the_closed_form_head_is_that_of_the_others_sums(tmp_path: Path) -> None
     config = tiny("rounds.total=0")
     with without_pictures():
         run(config, tmp_path / "run", console=False)
-        unlearn(plan(tmp_path / "run", "2"), tmp_path / "run", console=False)
+        unlearn_client(plan_replay(tmp_path / "run", "2"), tmp_path / "run", console=False)
         run(tiny("rounds.total=0", 'partition.without=["2"]'), tmp_path / "never", console=False)
     assert same_bits(tensors_of(tmp_path / "run-without-2"), tensors_of(tmp_path / "never"))
     assert not same_bits(tensors_of(tmp_path / "run-without-2"), tensors_of(tmp_path / "run"))
@@ -80,7 +80,7 @@ def test_strangers_and_the_last_client_are_refused(tmp_path: Path) -> None:
     with without_pictures():
         run(tiny("rounds.total=1"), tmp_path / "run", console=False)
     with raises("E-RUN-UNKNOWN-CLIENT", client="west"):
-        plan(tmp_path / "run", "west")
+        plan_replay(tmp_path / "run", "west")
     with raises("E-RUN-NOBODY-LEFT", option="without"):
         run(tiny('partition.without=["0","1","2"]'), tmp_path / "nobody", console=False)
     done = CliRunner().invoke(app, ["unlearn", str(tmp_path / "run"), "--client", "1", "--dry-run"])
@@ -95,11 +95,13 @@ def test_subtracting_is_exact_for_one_round_and_measured_for_more(rounds: int, t
     with without_pictures():
         run(config, source, console=False)
         assert (
-            subtract(plan(source, "1", tmp_path / "early", fast=True), source, console=False)["unlearned"]["distance"]
+            subtract(plan_replay(source, "1", tmp_path / "early", fast=True), source, console=False)["unlearned"][
+                "distance"
+            ]
             is None
         )
-        unlearn(plan(source, "1"), source, console=False)
-        outcome = subtract(plan(source, "1", fast=True), source, console=False)["unlearned"]
+        unlearn_client(plan_replay(source, "1"), source, console=False)
+        outcome = subtract(plan_replay(source, "1", fast=True), source, console=False)["unlearned"]
     record = json.loads((tmp_path / "run-without-1-approximate" / "unlearned.json").read_text())
     assert record == outcome and record["exact"] is False and record["rounds"] == 0
     near = outcome["distance"] / outcome["of_the_run"]
@@ -109,7 +111,7 @@ def test_subtracting_is_exact_for_one_round_and_measured_for_more(rounds: int, t
     with without_pictures():
         run(tiny("model.head=random", "rounds.fraction=1", f"rounds.total={rounds}"), plain, console=False)
         with raises("E-CONSORTIUM-NO-CONTRIBUTIONS"):
-            subtract(plan(plain, "1", fast=True), plain, console=False)
+            subtract(plan_replay(plain, "1", fast=True), plain, console=False)
     assert same_bits({"v": tensors_of(plain)["vector"]}, {"v": tensors_of(source)["vector"]})  # keeping changes nothing
     for option in ("privacy.aggregation=secure", "algorithm.name=scaffold"):
         with raises("E-RUN-CONTRIBUTIONS"):
@@ -136,8 +138,8 @@ def test_a_client_of_protected_rounds_is_forgotten(kind: str, tmp_path: Path) ->
     config = tiny(*COMMON, "rounds.fraction=1", *UNNAMED[kind])
     with without_pictures():
         run(config, tmp_path / "run", console=False)
-        replay = plan(tmp_path / "run", "2")
-        unlearn(replay, tmp_path / "run", console=False)
+        replay = plan_replay(tmp_path / "run", "2")
+        unlearn_client(replay, tmp_path / "run", console=False)
         never = validate(merge(config.table, {"partition": {"without": ["2"]}}))
         run(never, tmp_path / "never", console=False)
     forgotten, fresh, old = (tensors_of(tmp_path / name) for name in ("run-without-2", "never", "run"))
@@ -148,7 +150,7 @@ def test_a_client_of_protected_rounds_is_forgotten(kind: str, tmp_path: Path) ->
     assert record["exact"] and record["from_round"] == 0 and record["rounds"] == 4
     assert record["took_part"] == (4 if kind == "hidden" else None)
     with raises("E-CONSORTIUM-NO-CONTRIBUTIONS"):
-        subtract(plan(tmp_path / "run", "2", fast=True), tmp_path / "run", console=False)
+        subtract(plan_replay(tmp_path / "run", "2", fast=True), tmp_path / "run", console=False)
 
 
 def test_a_round_that_names_nobody_may_have_had_the_client(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_a_round_that_names_nobody_may_have_had_the_client(tmp_path: Path) -> No
         changed = [{**line, **others} for line in lines]
         changed[2] |= second
         path.write_text("".join(json.dumps(line) + "\n" for line in changed))
-        return plan(source, "2").start
+        return plan_replay(source, "2").start
 
     assert start_with() == 4
     assert start_with(clients={"ids": [0, 2]}) == 1
@@ -177,12 +179,12 @@ def test_a_replay_that_kept_too_many_rounds_is_not_called_exact(tmp_path: Path) 
     config = tiny(*COMMON, "rounds.fraction=1", "model.head=random")
     with without_pictures():
         run(config, tmp_path / "run", console=False)
-        replay = plan(tmp_path / "run", "2")
-        unlearn(replay, tmp_path / "run", console=False)
+        replay = plan_replay(tmp_path / "run", "2")
+        unlearn_client(replay, tmp_path / "run", console=False)
         record = tmp_path / "run-without-2" / "unlearned.json"
         record.write_text(json.dumps({**json.loads(record.read_text()), "from_round": 3}))
         with raises("E-CONSORTIUM-LATER-START", round=3):
-            unlearn(replay, tmp_path / "run", console=False)
+            unlearn_client(replay, tmp_path / "run", console=False)
 
 
 def test_a_fast_forgetting_delivers_no_model_with_the_client(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_a_fast_forgetting_delivers_no_model_with_the_client(tmp_path: Path) -> 
     with without_pictures():
         before = run(config, source, console=False)
         assert before["rounds"] < 6 and before["best_round"] < before["rounds"]
-        summary = subtract(plan(source, "1", fast=True), source, console=False)
+        summary = subtract(plan_replay(source, "1", fast=True), source, console=False)
     old, new = tensors_of(source), tensors_of(tmp_path / "run-without-1-approximate")
     expected = old["vector"] - old["contribution/1"]
     assert same_bits({"v": new["best/vector"]}, {"v": expected})
@@ -213,7 +215,7 @@ def test_the_images_of_a_forgotten_client_do_not_choose_the_best_round(tmp_path:
     config = tiny("model.head=random", "data.validation=0", "rounds.total=1")
     with without_pictures():
         run(config, tmp_path / "run", console=False)
-        replay = plan(tmp_path / "run", "1")
+        replay = plan_replay(tmp_path / "run", "1")
     assert replay.start == 0
     setup = setup_of(replay.config)
     own = set(setup.task.data.rows(1).tolist())

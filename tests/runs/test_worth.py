@@ -9,7 +9,7 @@ import pytest
 from tests.support.errors import raises
 from tests.support.tiny import tiny, without_pictures
 
-from fedgraft.consortium.worth import Site, compare, comparisons, make_missing, summary_line, write
+from fedgraft.consortium.worth import Site, compare_models, comparisons, make_missing, summary_line, write_worth
 from fedgraft.metrics.metrics import Metric
 from fedgraft.runs.loop import run
 from fedgraft.runs.tracking import Silent
@@ -24,7 +24,7 @@ def test_the_page_holds_what_the_runs_themselves_measured(tmp_path: Path) -> Non
         summary = run(tiny(*OPTIONS), folder, console=False)
         places = make_missing(folder, {}, Silent, ran.append)
         assert len(ran) == 2 and make_missing(folder, {}, Silent, ran.append) == places and len(ran) == 2  # not again
-    write(tmp_path / "page", compare(places, ["accuracy", "auroc"], draws=20), "run")
+    write_worth(tmp_path / "page", compare_models(places, ["accuracy", "auroc"], draws=20), "run")
     record = json.loads((tmp_path / "page" / "worth.json").read_text())
     assert [s["name"] for s in record["auroc"]] == ["0", "1", "2"] and "AUROC" in (
         tmp_path / "page/worth.md"

@@ -14,7 +14,7 @@ from fedgraft.core.space import EditSpace, select
 from fedgraft.core.state import Federation, ServerState
 from fedgraft.edit.trainable import TrainableSetup, layer_ranges
 from fedgraft.engines.in_process import InProcess
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.server.collect import ServerContext
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.round import run_round
@@ -143,7 +143,7 @@ class Toy:
             "run": "toy",
             "seed": 7,
             "rounds": 10,
-            "schedule": constant(0.05),
+            "schedule": constant_rate(0.05),
             "largest": 20,
         } | federation
         self.federation = Federation(clients=clients, per_round=per_round, **options)

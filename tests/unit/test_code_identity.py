@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fedgraft
-from fedgraft.core.code_identity import digest_of, identity_of, module_code
+from fedgraft.core.code_identity import code_identity_of, digest_of, module_code
 from fedgraft.core.network_digest import digest
 
 
@@ -155,7 +155,7 @@ def test_the_identity_is_that_of_every_process(tmp_path: Path) -> None:
 def test_what_cannot_be_identified_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     lock = threading.Lock()
     with caplog.at_level(logging.WARNING, "fedgraft"):
-        first, second = identity_of(lock), identity_of(threading.Lock())
+        first, second = code_identity_of(lock), code_identity_of(threading.Lock())
     assert first == second and "0x" not in str(first)
     assert caplog.text.count("cannot be distinguished from another one") == 1
 

@@ -12,7 +12,7 @@ from fedgraft.aggregate.slots import Answers
 from fedgraft.core.messages import Request
 from fedgraft.privacy.protection import bounded_sum
 from fedgraft.server import sample as server
-from fedgraft.server.collect import Collected, collect, spread
+from fedgraft.server.collect import Collected, collect, spread_update
 from fedgraft.server.secure_sum import HiddenSum
 
 
@@ -47,4 +47,4 @@ def test_who_is_silent_is_no_attacker_and_who_is_refused_is_one() -> None:
 
 def test_an_update_of_some_coordinates_lands_where_they_are() -> None:
     active = torch.tensor([False, True, False, True])
-    assert spread(torch.tensor([3.0, 5.0]), active).tolist() == [0.0, 3.0, 0.0, 5.0]
+    assert spread_update(torch.tensor([3.0, 5.0]), active).tolist() == [0.0, 3.0, 0.0, 5.0]

@@ -16,7 +16,7 @@ from fedgraft.client.observe import OBSERVATIONS
 from fedgraft.core.messages import Request
 from fedgraft.core.space import select
 from fedgraft.edit.fisher import Scores
-from fedgraft.local.features import features
+from fedgraft.local.features import feature_batches
 
 CLIENTS = range(3)
 
@@ -61,7 +61,7 @@ def test_statistics_are_summed_over_all_batches() -> None:
     many = ToyExamples(1200)
     context = replace(toy.context, examples=many, rows=lambda k: torch.arange(1200))
     response, _ = handle(Request("toy", -1, 0, "statistics"), toy.algorithm, context, {})
-    z = torch.cat([z for _, z in features(toy.network, many, torch.arange(1200))]).double()
+    z = torch.cat([z for _, z in feature_batches(toy.network, many, torch.arange(1200))]).double()
     z = torch.cat([z, torch.ones(1200, 1, dtype=torch.float64)], 1)
     torch.testing.assert_close(response.sums["gram"], z.T @ z, rtol=1e-9, atol=1e-9)
     one_hot = torch.nn.functional.one_hot(many.labels, CLASSES).double()
@@ -90,7 +90,7 @@ def test_a_representation_shows_rows_of_the_client_drawn_anew_each_round() -> No
             "representation"
         ]
 
-    own = torch.cat([z for _, z in features(toy.network, toy.examples, toy.context.rows(2))])
+    own = torch.cat([z for _, z in feature_batches(toy.network, toy.examples, toy.context.rows(2))])
     first = shown(0, 2)
     assert all(any(torch.allclose(row, z, atol=1e-6) for z in own) for row in first)
     assert torch.equal(first, shown(0, 2)) and not torch.allclose(first, shown(1, 2))

@@ -19,7 +19,7 @@ from fedgraft.client.handle import handle
 from fedgraft.client.secure import check_plan
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy import protection
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
@@ -79,7 +79,7 @@ def test_secure_normalised_averaging_is_the_clear_one_at_every_rate(rate: float,
     """Normalised updates have the size of gradients, whatever the rate; the ring must hold and resolve them."""
     algorithm = zoo.fednova(local=STEPS[kind])
     limit = 8.0 if rate == 1.0 else 1.0  # at this rate some coordinates move by more than 1
-    toys = [Toy(a, schedule=constant(rate)) for a in (algorithm, secure(algorithm, limit))]
+    toys = [Toy(a, schedule=constant_rate(rate)) for a in (algorithm, secure(algorithm, limit))]
     clear, hidden = (moved(toy, 1) for toy in toys)
     assert "cut" not in toys[1].summary.record
     # A coordinate of the sum is off by under a step a client; the sum is divided by the weights and multiplied by tau.
@@ -93,7 +93,9 @@ def test_secure_normalised_averaging_is_the_clear_one_at_every_rate(rate: float,
 def test_statistics_behind_normalised_updates_keep_their_own_limit() -> None:
     """Running statistics are not divided by the steps: many steps at a high rate must not narrow their range."""
     algorithm = zoo.fednova(local=LocalTraining(steps=6, batch_size=8))
-    toys = [Toy(a, schedule=constant(0.5), network=batch_norm_network) for a in (algorithm, secure(algorithm, 16.0))]
+    toys = [
+        Toy(a, schedule=constant_rate(0.5), network=batch_norm_network) for a in (algorithm, secure(algorithm, 16.0))
+    ]
     clear, hidden = (moved(toy, 1) for toy in toys)
     trained = toys[0].space.trained
     assert trained < len(clear) and "cut" not in toys[1].summary.record

@@ -24,7 +24,7 @@ from fedgraft.core.state import EVERYONE, Federation, ServerState
 from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.optimizers import sgdm
-from fedgraft.local.schedules import constant, cosine, plateau
+from fedgraft.local.schedules import constant_rate, cosine, plateau
 from fedgraft.local.train import LocalTraining
 from fedgraft.server.collect import ServerContext
 from fedgraft.server.round import run_round
@@ -97,7 +97,7 @@ class Pencil:
         )
         self.engine = InProcess(algorithm, context)
         self.server_context = ServerContext(space.digest, 1, 1, 1, 2)
-        self.algorithm, self.federation = algorithm, Federation("pencil", 0, 2, 2, 9, constant(0.1))
+        self.algorithm, self.federation = algorithm, Federation("pencil", 0, 2, 2, 9, constant_rate(0.1))
         self.state = start(algorithm, space.gather(network), 1)
 
     def round(self) -> float:
@@ -170,7 +170,7 @@ def federation(**options: Any) -> Federation:
         "clients": 20,
         "per_round": 5,
         "rounds": 9,
-        "schedule": constant(0.1),
+        "schedule": constant_rate(0.1),
     }
     return Federation(**fields | options)
 
@@ -425,7 +425,7 @@ def test_comparing_representations_needs_a_probe() -> None:
 def test_a_frozen_alignment_is_one() -> None:
     """At the client: no training, no difference to the common model."""
     algorithm = vary(zoo.fedalign(local=LOCAL, keep=3, top=3, probe=64))
-    t = Toy(algorithm, schedule=constant(1e-12))
+    t = Toy(algorithm, schedule=constant_rate(1e-12))
     t.run(1)
     scores = torch.tensor(list(t.summary.record["alignment"].values()))
     assert scores.shape == (3, 3) and torch.allclose(scores, torch.ones(3, 3), atol=1e-5)

@@ -115,7 +115,7 @@ def _row_mean(rows: Tensor) -> Tensor:
     return accumulate(rows, torch.full((len(rows),), 1 / len(rows), dtype=torch.float64))
 
 
-def mean() -> Rule:
+def mean_rule() -> Rule:
     """Return the weighted mean as a rule, for comparison: one attacker can move it anywhere."""
     return lambda stack, weights: weighted_mean(stack, weights)
 
@@ -354,7 +354,7 @@ def prepared(rule: Rule, *steps: Prepare) -> Rule:
 
 
 AGGREGATORS |= {
-    "mean": lambda attackers, responses: mean(),
+    "mean": lambda attackers, responses: mean_rule(),
     "median": lambda attackers, responses: median(),
     "trimmed_mean": lambda attackers, responses: trimmed_against(attackers, responses),
     "krum": lambda attackers, responses: krum(attackers),
@@ -362,7 +362,7 @@ AGGREGATORS |= {
     "bulyan": lambda attackers, responses: bulyan(attackers),
     "geometric_median": lambda attackers, responses: geometric_median(),
     "centered_clipping": lambda attackers, responses: centered_clipping(),
-    "norm_clip": lambda attackers, responses: prepared(mean(), clip_norms()),
+    "norm_clip": lambda attackers, responses: prepared(mean_rule(), clip_norms()),
 }
 """Rules by name: `make(attackers, responses)` returns the rule for that many attackers among that many responses."""
 

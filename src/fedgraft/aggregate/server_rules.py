@@ -71,7 +71,7 @@ def _take(values: Mapping[str, Any], name: str, rule: str) -> Any:
     return values[name]
 
 
-def plain(lr: float = 1.0) -> ServerRule:
+def plain_rule(lr: float = 1.0) -> ServerRule:
     """Return FedAvg: x + lr * update."""
     return ServerRule("plain", _zeros(), lambda x, update, state, info: (x + lr * update, state), memoryless=True)
 
@@ -143,7 +143,7 @@ def adagrad(lr: float = 0.1, beta: float = 0.0, tau: float = 1e-3) -> ServerRule
     return _adaptive("adagrad", lambda v, s: v + s, lr, (beta, 0.0), tau)
 
 
-def scaffold(lr: float = 1.0) -> ServerRule:
+def scaffold_rule(lr: float = 1.0) -> ServerRule:
     """Return SCAFFOLD: x + lr * update; c + (|S| / K) * mean(c_k' - c_k), the unweighted sum `control` over K."""
 
     def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
@@ -154,7 +154,7 @@ def scaffold(lr: float = 1.0) -> ServerRule:
     return ServerRule("scaffold", _zeros("control"), step, ("control",))
 
 
-def feddyn(alpha: float) -> ServerRule:
+def feddyn_rule(alpha: float) -> ServerRule:
     """Return FedDyn: h - alpha (|S| / K) * update; x + update - h / alpha; `update` is the unweighted mean over S.
 
     With alpha = 0 all correction terms are zero and h / alpha is undefined: that case is defined as FedAvg. For any
@@ -174,7 +174,7 @@ def feddyn(alpha: float) -> ServerRule:
     return ServerRule("feddyn", _zeros("h"), step)
 
 
-def fednova(lr: float = 1.0) -> ServerRule:
+def fednova_rule(lr: float = 1.0) -> ServerRule:
     """Return FedNova: x + lr * tau_eff * sum p_k d_k; clients send d_k = update / |a_k|_1 and `tau` = |a_k|_1."""
 
     def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
@@ -188,7 +188,7 @@ def sign_agreement(updates: Iterable[Tensor], weights: Tensor) -> Tensor:
     return accumulate((update.sign() for update in updates), normalised(weights)).abs().to(torch.float32)
 
 
-def fedgma(threshold: float = 0.4, lr: float = 1.0, soft: bool = True) -> ServerRule:
+def fedgma_rule(threshold: float = 0.4, lr: float = 1.0, soft: bool = True) -> ServerRule:
     """Return FedGMA: scale the update by 1 where `agreement` reaches the threshold.
 
     Elsewhere it is scaled by the agreement (soft) or by 0 (AND).
@@ -223,13 +223,13 @@ def plain_tail(rule: ServerRule, trained: int) -> ServerRule:
 
 
 SERVER_RULES: Mapping[str, Callable[..., ServerRule]] = {
-    "plain": plain,
+    "plain": plain_rule,
     "momentum": momentum,
     "adam": adam,
     "yogi": yogi,
     "adagrad": adagrad,
-    "scaffold": scaffold,
-    "feddyn": feddyn,
-    "fednova": fednova,
-    "fedgma": fedgma,
+    "scaffold": scaffold_rule,
+    "feddyn": feddyn_rule,
+    "fednova": fednova_rule,
+    "fedgma": fedgma_rule,
 }

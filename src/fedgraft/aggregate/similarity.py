@@ -246,7 +246,7 @@ def _by_signature(signature: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return similarity
 
 
-def constant(representations: Representations, c: float = 1.0) -> Tensor:
+def constant_similarity(representations: Representations, c: float = 1.0) -> Tensor:
     """Return 1 on the diagonal and c elsewhere: the control that shows the effect of self-weighting alone."""
     if not 0 <= c <= 1:
         raise FedgraftError(
@@ -256,7 +256,7 @@ def constant(representations: Representations, c: float = 1.0) -> Tensor:
     return torch.full((clients, clients), c, dtype=torch.float64).fill_diagonal_(1)
 
 
-def groups(counts: Representations) -> Tensor:
+def shared_class_similarity(counts: Representations) -> Tensor:
     """Return 1 for pairs of clients that have a class in common, else 0.
 
     With groups of clients that have separate classes, that is 1 within a group and 0 across groups. An oracle, like
@@ -274,9 +274,9 @@ SIMILARITIES: Mapping[str, Callable[..., Tensor]] = {
     "covariance": _by_signature(_signature_covariance),  # needs neither paired rows nor equal numbers of them
     "probe_cka": _by_signature(_signature_linear),  # rows are one shared probe: compares networks, not data
     "label_histogram": _by_signature(lambda counts: counts),  # an oracle: clients send their label counts
-    "groups": groups,
+    "groups": shared_class_similarity,
     "rsa": _by_signature(_signature_rsa),
-    "constant": constant,
+    "constant": constant_similarity,
 }
 
 

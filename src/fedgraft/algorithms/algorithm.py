@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedgraft.aggregate.clusters import Clusters
 from fedgraft.aggregate.codecs import VALUES, Codec
-from fedgraft.aggregate.server_rules import ServerRule, plain
+from fedgraft.aggregate.server_rules import ServerRule, plain_rule
 from fedgraft.aggregate.slots import Aggregator, Mixing, Observe, Weighting, by_examples, mean
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
@@ -73,7 +73,7 @@ class Algorithm:
     compression: Codec = VALUES
     weighting: Weighting = field(default_factory=by_examples)
     aggregate: Aggregator | Mixing | Clusters = field(default_factory=mean)
-    server: ServerRule = field(default_factory=plain)
+    server: ServerRule = field(default_factory=plain_rule)
     client_state: ClientState = field(default_factory=ClientState)
     privacy: Privacy = CLEAR
     fixed_head: bool = False

@@ -56,27 +56,27 @@ def moon(weight: NotNegative = 1.0, temperature: Positive = 0.5, **slots: Any) -
 @in_range
 def scaffold(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
     """Karimireddy et al. 2020: control variates; with local momentum the divisor is the true displacement."""
-    rule = server_rules.scaffold(server_lr)
+    rule = server_rules.scaffold_rule(server_lr)
     return vary(fedavg(**slots), name="scaffold", correction=control_variates(), weighting=uniform(), server=rule)
 
 
 @in_range
 def feddyn(alpha: NotNegative = 0.1, **slots: Any) -> Algorithm:
     """Acar et al. 2021: each client's loss is regularized so that all have the same optimum."""
-    rule = server_rules.feddyn(alpha)
+    rule = server_rules.feddyn_rule(alpha)
     return vary(fedavg(**slots), name="feddyn", correction=dynamic(alpha), weighting=uniform(), server=rule)
 
 
 @in_range
 def fednova(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
     """Wang et al. 2020: updates divided by each client's effective steps; equal steps make it FedAvg."""
-    return vary(fedavg(**slots), name="fednova", update=(normalise(),), server=server_rules.fednova(server_lr))
+    return vary(fedavg(**slots), name="fednova", update=(normalise(),), server=server_rules.fednova_rule(server_lr))
 
 
 @in_range
 def fedgma(agreement: Unit = 0.4, hard: bool = False, server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
     """Tenison et al. 2023: coordinates on whose sign clients disagree move less (soft) or not at all (AND)."""
-    return vary(fedavg(**slots), name="fedgma", server=server_rules.fedgma(agreement, server_lr, soft=not hard))
+    return vary(fedavg(**slots), name="fedgma", server=server_rules.fedgma_rule(agreement, server_lr, soft=not hard))
 
 
 @in_range

@@ -26,7 +26,7 @@ def advise(
     import_runtime()
     from fedgraft.config.from_data import config_for
     from fedgraft.config.load import parse_overrides
-    from fedgraft.consortium.advise import advise as run_trials
+    from fedgraft.consortium.advise import advise_settings as run_trials
     from fedgraft.consortium.advise import bytes_of, recommendation, to_file
 
     limit = bytes_of(budget)

@@ -45,7 +45,7 @@ def attack(
     responses per round: with 20 % attackers, at least 15.
     """
     import_runtime()
-    from fedgraft.consortium.attack import AttackPlan, attack_table, write
+    from fedgraft.consortium.attack import AttackPlan, attack_table, write_attack_table
 
     config = config_of(overrides)
     seed_numbers = seeds_of(seeds, config.seed)
@@ -61,5 +61,5 @@ def attack(
         "Test accuracy of the last model; the worst drop is against the same rule without attackers; backdoor: share "
         "of images of other classes that the trigger turns into the target."
     )
-    for path in write(results, out, note):
+    for path in write_attack_table(results, out, note):
         typer.echo(path)

@@ -22,7 +22,7 @@ def preflight(
 ) -> None:
     """Check every site's data before training; exit code 1 if there are errors."""
     import_runtime()
-    from fedgraft.consortium.preflight import preflight as inspect_sites
+    from fedgraft.consortium.preflight import run_preflight as inspect_sites
 
     sites, problems = inspect_sites(config_of(overrides))
     show_preflight(out, sites, problems)
@@ -30,11 +30,11 @@ def preflight(
 
 def show_preflight(out: Path, sites: Sequence[Mapping[str, Any]], problems: Sequence[Finding]) -> None:
     """Print the problems, write the page, and exit with 1 if there are errors."""
-    from fedgraft.consortium.preflight import write
+    from fedgraft.consortium.preflight import write_preflight
 
     for finding in problems:
         echo(str(finding), " " * 9)
-    page = write(out, sites, problems)
+    page = write_preflight(out, sites, problems)
     errors = sum(finding.stops for finding in problems)
     warnings = len(problems) - errors
     images = sum(facts["images"] for facts in sites)
@@ -66,7 +66,7 @@ def unlearn(
     from fedgraft.consortium import unlearn as unlearning
     from fedgraft.report import display
 
-    replay = unlearning.plan(run, client, to, fast)
+    replay = unlearning.plan_replay(run, client, to, fast)
     repeated = f"{replay.rounds - replay.start} rounds are repeated"
     if fast:
         repeated = "no round is repeated, so the result is APPROXIMATE"
@@ -82,7 +82,7 @@ def unlearn(
         if fast:
             summary = unlearning.subtract(replay, run, live)
         else:
-            summary = unlearning.unlearn(replay, run, live)
+            summary = unlearning.unlearn_client(replay, run, live)
     display.results(console, replay.config.name, summary)
     display.path_line(console, replay.folder)
     if fast:
@@ -128,8 +128,8 @@ def worth(
         metrics = [select]
     with display.LiveProgress(rich.get_console()) as live:
         folders = gains.make_missing(run, provided, lambda: live, live.print_line)
-    results = gains.compare(folders, metrics)
-    page = gains.write(out or run / "worth", results, run.name)
+    results = gains.compare_models(folders, metrics)
+    page = gains.write_worth(out or run / "worth", results, run.name)
     for name, sites in results.items():
         echo(gains.summary_line(sites, name))
         for site in sites:

@@ -50,7 +50,7 @@ def save(
     from fedgraft.runs.edit_files import edit_of_run
 
     edit = edit_of_run(run, last)
-    size = edit_file.save(edit, file, half)
+    size = edit_file.save_edit(edit, file, half)
     typer.echo(f"written: {file}  ({size:,} bytes, {edit.space.size:,} coordinates, base {edit.base})")
 
 
@@ -69,7 +69,7 @@ def apply(
     from fedgraft.edit import edit_file
     from fedgraft.runs.edit_files import EditBase, apply_to_folder
 
-    apply_to_folder(edit_file.load(file), EditBase(model, classes, image_size, seed), to, scale)
+    apply_to_folder(edit_file.load_edit(file), EditBase(model, classes, image_size, seed), to, scale)
     typer.echo(f"written: {to}")
 
 
@@ -102,7 +102,7 @@ def negate(file: File, to: To, half: Half = False) -> None:
     import_runtime()
     from fedgraft.edit import edit_file
 
-    edit_file.save(edit_file.load(file).negate(), to, half)
+    edit_file.save_edit(edit_file.load_edit(file).negate(), to, half)
     typer.echo(f"written: {to}")
 
 
@@ -112,7 +112,7 @@ def inspect(file: File) -> None:
     import_runtime()
     from fedgraft.edit import edit_file
 
-    typer.echo(str(edit_file.inspect(edit_file.load(file))))
+    typer.echo(str(edit_file.inspect_edit(edit_file.load_edit(file))))
 
 
 @app.command()
@@ -127,7 +127,7 @@ def sweep(
     from fedgraft.edit import edit_file
     from fedgraft.runs.edit_files import sweep_on_run
 
-    results = sweep_on_run(edit_file.load(file), run, numbers(lambdas, "--lambdas"))
+    results = sweep_on_run(edit_file.load_edit(file), run, numbers(lambdas, "--lambdas"))
     for strength, result in results:
         typer.echo(f"lambda {strength:<8g} accuracy {100 * result.accuracy:6.2f} %   loss {result.loss:.4f}")
     if out is not None:

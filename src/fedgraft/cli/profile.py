@@ -19,12 +19,12 @@ def profile(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None
     from rich.table import Table
 
     import_runtime()
-    from fedgraft.consortium.profile import profile_run, table
+    from fedgraft.consortium.profile import profile_rows, profile_run
 
     result = profile_run(run)
     console = rich.get_console()
     rows = Table("", "name", "seconds", "%", "GFLOP", "MB moved", "x least", title=str(run))
-    for row in table(result):
+    for row in profile_rows(result):
         rows.add_row(*row)
     console.print(rows)
     peak = result.roofline

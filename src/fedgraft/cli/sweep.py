@@ -151,7 +151,7 @@ def watch(
 
     import rich
 
-    from fedgraft.report.watch import watch as watch_run
+    from fedgraft.report.watch import watch_run as watch_run
 
     with contextlib.suppress(KeyboardInterrupt):
         watch_run(run, rich.get_console(), once, every)

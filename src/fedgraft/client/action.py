@@ -25,7 +25,7 @@ from fedgraft.core.protocols import Network
 from fedgraft.privacy.secagg.ring import Segment, Summand, segments_of
 
 
-class Phase(StrEnum):
+class RunPhase(StrEnum):
     """The part of a run in which an action is requested; it decides which network and data a client works on."""
 
     HEAD = "head"
@@ -76,7 +76,7 @@ class Action:
     """A named request with its fields, its work, its protection and its label."""
 
     name: str
-    phase: Phase
+    phase: RunPhase
     progress_label: str
     work: Work
     """Carry the request out in the clear: return the response and the client's new memory."""
@@ -110,7 +110,7 @@ class Action:
     @property
     def in_rounds(self) -> bool:
         """Whether the action belongs to the rounds; all others are asked before or between them."""
-        return self.phase is Phase.TRAINING
+        return self.phase is RunPhase.TRAINING
 
 
 def sum_action(
@@ -118,7 +118,7 @@ def sum_action(
     compute: Callable[[Request, ClientContext], dict[str, Tensor]],
     summands: Callable[[Network, Mapping[str, Scalar]], Mapping[str, Summand]],
     *,
-    phase: Phase,
+    phase: RunPhase,
     progress_label: str,
     settings: Mapping[str, type] | None = None,
     model: ModelField = "none",

@@ -14,7 +14,7 @@ from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import Bound, EditSpace, select
-from fedgraft.local.features import features as look_through
+from fedgraft.local.features import feature_batches as look_through
 
 
 @dataclass

@@ -16,7 +16,7 @@ from fedgraft.core.messages import Request
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import Bound
-from fedgraft.local.features import features as look_through
+from fedgraft.local.features import feature_batches as look_through
 from fedgraft.local.features import hidden
 from fedgraft.local.self_weight import learn_self_weight, split_aside
 from fedgraft.privacy.dp import bound_key, gaussian, simulation_key

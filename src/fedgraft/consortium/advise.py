@@ -18,7 +18,7 @@ from typing import Any
 from fedgraft.config.build import build_network
 from fedgraft.config.federate import open_data
 from fedgraft.config.load import Config
-from fedgraft.consortium.sweep import Cell, Estimate, Report, finished_summary, folder_of, process_cells, vary
+from fedgraft.consortium.sweep import Cell, Estimate, Report, finished_summary, folder_of, process_cells, vary_config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import read_metrics
 from fedgraft.metrics.intervals import wilson
@@ -161,7 +161,7 @@ class Advice:
         return f"{candidate.planned_rounds} rounds are {excess} over the budget; {candidate.rounds} fit"
 
 
-def advise(
+def advise_settings(
     config: Config,
     budget: float,
     root: Path,
@@ -180,7 +180,7 @@ def advise(
     trial_rounds = {"total": rounds, "evaluate_every": 1, "test": False, "patience": 0}
     cells = {}
     for label, trainable in candidates(config).items():
-        short = vary(config, data=data, rounds=trial_rounds, trainable=trainable)
+        short = vary_config(config, data=data, rounds=trial_rounds, trainable=trainable)
         cells[label] = Cell(label, short, folder_of(short, root))
     deadline = time.monotonic() + 60 * (minutes or 1e9)
     failures: dict[str, str] = {}
@@ -219,7 +219,7 @@ def _extrapolate(cell: Cell, config: Config, budget: float, reason: str, times_i
     `reason` says why a trial is not finished.
     """
     trainable = cell.config.trainable.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    whole = vary(config, trainable=trainable)
+    whole = vary_config(config, trainable=trainable)
     summary = finished_summary(cell.folder)
     if summary is None:
         return Candidate(cell.label, whole, excluded=reason)
@@ -230,7 +230,7 @@ def _extrapolate(cell: Cell, config: Config, budget: float, reason: str, times_i
     fitting_rounds = min(planned_rounds, int(budget // round_bytes))
     excluded = ""
     if fitting_rounds:
-        whole = vary(whole, rounds={"total": fitting_rounds})
+        whole = vary_config(whole, rounds={"total": fitting_rounds})
     else:
         excluded = f"one round is {size(round_bytes)}, {size(round_bytes - budget)} over the budget"
     total_seconds = float(summary["seconds"])

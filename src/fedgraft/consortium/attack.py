@@ -21,13 +21,13 @@ from fedgraft.aggregate.robust import AGGREGATORS
 from fedgraft.config.build import per_round
 from fedgraft.config.load import Config
 from fedgraft.consortium.attacked import BENIGN, OUTCOME, run_attacked
-from fedgraft.consortium.search_tables import as_csv, spread
-from fedgraft.consortium.sweep import Cell, Report, finished_summary, folder_of, run_cells, vary
+from fedgraft.consortium.search_tables import as_csv, format_spread
+from fedgraft.consortium.sweep import Cell, Report, finished_summary, folder_of, run_cells, vary_config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.store import write_text
 from fedgraft.engines.attackers import DATA_ATTACKS, NAMES, choose_attackers
 from fedgraft.engines.attacks import unknown_attack
-from fedgraft.metrics.statistics import table
+from fedgraft.metrics.statistics import markdown_table
 from fedgraft.report.html import write_tables
 
 RULES = (*AGGREGATORS, "nnm+median", "nnm+trimmed_mean")
@@ -133,7 +133,7 @@ class AttackPlan:
         if rule == "mean":
             expected = 0
         mixing, _, name = rule.rpartition("+")
-        return vary(
+        return vary_config(
             self.config,
             seed=seed,
             partition=partition_of(partition),
@@ -224,11 +224,11 @@ def _row(rule: str, by_attack: Mapping[str, Sequence[AttackResult]]) -> dict[str
         backdoor[attack] = _complete([result.backdoor for result in results])
     row = {"rule": rule}
     for attack, values in accuracy.items():
-        row[f"{attack} (%)"] = spread(values) or _MISSING
+        row[f"{attack} (%)"] = format_spread(values) or _MISSING
     row["worst drop"] = _worst_drop(accuracy)
-    row["backdoor, benign (%)"] = spread(backdoor[BENIGN]) or _MISSING
+    row["backdoor, benign (%)"] = format_spread(backdoor[BENIGN]) or _MISSING
     backdoor_rates = [values for attack, values in backdoor.items() if "backdoor" in attack and values]
-    row["backdoor, worst (%)"] = spread(max(backdoor_rates, key=fmean, default=[])) or _MISSING
+    row["backdoor, worst (%)"] = format_spread(max(backdoor_rates, key=fmean, default=[])) or _MISSING
     return row
 
 
@@ -255,7 +255,7 @@ def _complete(values: Sequence[float | None]) -> list[float]:
     return present
 
 
-def write(results: Sequence[AttackResult], out: Path, note: str = "") -> list[Path]:
+def write_attack_table(results: Sequence[AttackResult], out: Path, note: str = "") -> list[Path]:
     """Write the table as Markdown, as CSV (one line per run) and as HTML, and return the paths."""
     out.mkdir(parents=True, exist_ok=True)
     tables = summary_rows(results)
@@ -264,7 +264,7 @@ def write(results: Sequence[AttackResult], out: Path, note: str = "") -> list[Pa
         parts = [f"# Attack table\n\n{note}\n"]
     for partition, rows in tables.items():
         cells = [list(row.values()) for row in rows]
-        parts.append(f"## {partition}\n\n{table(list(rows[0]), cells)}\n")
+        parts.append(f"## {partition}\n\n{markdown_table(list(rows[0]), cells)}\n")
     reasons = dict.fromkeys(f"- {result.rule}: {result.note}" for result in results if result.note)
     if reasons:
         parts.append("Cells without a number:\n\n" + "\n".join(reasons) + "\n")

@@ -16,7 +16,7 @@ from pathlib import Path
 from fedgraft.config.load import Config
 from fedgraft.consortium.search import Search, SearchPlan, Trial, diverged_at
 from fedgraft.consortium.search_space import Axis
-from fedgraft.consortium.sweep import Report, folder_of, vary
+from fedgraft.consortium.sweep import Report, folder_of, vary_config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import read_metrics
 
@@ -87,7 +87,7 @@ def rate_plan(config: Config, rates: Sequence[float], rounds: int, central: bool
             "a learning-rate search needs learning rates above 0 and at least 1 round",
             "check --rates and --rounds",
         )
-    base = vary(
+    base = vary_config(
         config,
         rounds={"total": rounds, "evaluate_every": 1, "test": False, "patience": 0},
         schedule={"kind": "none", "warmup": 0},

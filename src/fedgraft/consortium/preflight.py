@@ -28,7 +28,7 @@ from fedgraft.config.options import Config
 from fedgraft.consortium.site_faults import Finding, SiteFacts, findings
 from fedgraft.core.progress import counted
 from fedgraft.core.store import write_text
-from fedgraft.data.pixels.rule import FORMATS, Source, Unreadable, Window, decode, open_original
+from fedgraft.data.pixels.rule import FORMATS, Source, Unreadable, Window, decode_image, open_original
 from fedgraft.data.pixels.store import ImageStore, cache_dir
 from fedgraft.data.sources.assemble import Dataset
 from fedgraft.report import figures
@@ -202,7 +202,7 @@ def _inspect(
         source = _source(store, row)
         try:
             raw = open_original(source)
-            pixels = np.asarray(decode(source, window))
+            pixels = np.asarray(decode_image(source, window))
         except Unreadable as error:
             yield UnreadableImage(label, is_test, _without_numbers(error.reason))
             continue
@@ -268,7 +268,7 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def by_site(dataset: Dataset) -> tuple[list[str], list[list[np.ndarray]]]:
+def rows_by_site(dataset: Dataset) -> tuple[list[str], list[list[np.ndarray]]]:
     """Return the names of the sites, and the training and test rows of each; without names it is one site."""
     if dataset.train.sites is None:
         return ["all"], [[np.arange(len(dataset.train.labels)), np.arange(len(dataset.test.labels))]]
@@ -285,10 +285,10 @@ def by_site(dataset: Dataset) -> tuple[list[str], list[list[np.ndarray]]]:
     return names, rows
 
 
-def preflight(config: Config) -> tuple[list[dict[str, Any]], list[Finding]]:
+def run_preflight(config: Config) -> tuple[list[dict[str, Any]], list[Finding]]:
     """Inspect the data of a config and return the facts of every site (or client), and the problems."""
     dataset = open_data(config, check=False)
-    names, rows = by_site(dataset)
+    names, rows = rows_by_site(dataset)
     if len(names) == 1 and config.partition.clients > 1 and config.partition.kind != "by_site":
         data = federate(config)
         names = [f"client {name}" for name in data.client_names]
@@ -303,7 +303,7 @@ def preflight(config: Config) -> tuple[list[dict[str, Any]], list[Finding]]:
     return sites, findings(sites, config.data.image_size, shared_images(digests))
 
 
-def write(folder: Path, sites: Sequence[SiteFacts], problems: Sequence[Finding]) -> Path:
+def write_preflight(folder: Path, sites: Sequence[SiteFacts], problems: Sequence[Finding]) -> Path:
     """Write the page of a preflight (Markdown), its figure and the numbers (JSON); return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {"sites": list(sites), "findings": [asdict(finding) for finding in problems]}

@@ -228,7 +228,7 @@ def draw(profile: Profile, path: Path) -> Path:
     )
 
 
-def table(profile: Profile) -> list[list[str]]:
+def profile_rows(profile: Profile) -> list[list[str]]:
     """Return rows of text: group, name, seconds, share, GFLOP, MB moved, times the least."""
     return _group_table("phase", profile.phases) + _group_table("layer", profile.layers)
 

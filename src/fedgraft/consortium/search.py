@@ -18,8 +18,8 @@ from statistics import fmean
 from typing import Any
 
 from fedgraft.config.load import Config
-from fedgraft.consortium.search_space import Axis, Setting, grid
-from fedgraft.consortium.search_tables import write_tables
+from fedgraft.consortium.search_space import Axis, Setting, grid_settings
+from fedgraft.consortium.search_tables import write_search_tables
 from fedgraft.consortium.sweep import (
     Cell,
     Estimate,
@@ -28,7 +28,7 @@ from fedgraft.consortium.sweep import (
     folder_of,
     process_cells,
     raise_failures,
-    vary,
+    vary_config,
 )
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.core.files import read_metrics
@@ -181,7 +181,7 @@ class Search:
 
     def _add_grid(self) -> None:
         """Add the trials of a grid; wrong and repeated values are refused before anything runs."""
-        for setting in grid(self.plan.axes):
+        for setting in grid_settings(self.plan.axes):
             trial = self._trial(setting)
             if trial.setting is not setting:
                 raise FedgraftError(
@@ -206,7 +206,7 @@ class Search:
         if self.estimate.done:
             self.report(f"{self.estimate.done} of {self.estimate.total} runs were finished before")
         process_cells(self._cells(settled), self._ended, self._stops, processes)
-        write_tables(self.trials, self.root)
+        write_search_tables(self.trials, self.root)
         raise_failures({trial.label: trial.failed for trial in self.trials if trial.failed})
         return self.trials
 
@@ -214,7 +214,7 @@ class Search:
         """Return the trial of a setting, with results of earlier sweeps; the same object for the same run."""
         runs = {}
         for seed in self.plan.seeds:
-            runs[seed] = vary(self.plan.base, **{**setting, "seed": seed})
+            runs[seed] = vary_config(self.plan.base, **{**setting, "seed": seed})
         digest = next(iter(runs.values())).digest
         if digest in self.by_digest:
             return self.by_digest[digest]
@@ -307,7 +307,7 @@ class Search:
             text = "failed"
         self._tell_optuna(trial)
         self.report(self.estimate.step(f"{cell.label}: {text}"))
-        write_tables(self.trials, self.root)
+        write_search_tables(self.trials, self.root)
 
     def _stops(self, cell: Cell) -> bool:
         """Return whether the run is to end early: it diverged, or its setting is below the median of the others."""

@@ -121,7 +121,7 @@ def _bad_range(key: str, scale: str, ends: Sequence[str]) -> FedgraftError:
     )
 
 
-def grid(axes: Sequence[Axis]) -> list[Setting]:
+def grid_settings(axes: Sequence[Axis]) -> list[Setting]:
     """Return every combination of the values, the last axis fastest."""
     for axis in axes:
         if axis.scale:

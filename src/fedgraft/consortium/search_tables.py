@@ -40,8 +40,8 @@ def rows(trials: Sequence[Trial]) -> list[dict[str, str]]:
     for trial in sorted(trials, key=_rank):
         row = {key: str(value) for key, value in trial.setting.items()}
         row["seeds"] = str(len(trial.summaries))
-        row["validation (%)"] = spread(trial.scores())
-        row["test (%)"] = spread(trial.scores("test"))
+        row["validation (%)"] = format_spread(trial.scores())
+        row["test (%)"] = format_spread(trial.scores("test"))
         row["MB sent"] = ""
         if trial.summaries:
             row["MB sent"] = f"{_megabytes(trial):.3f}"
@@ -52,7 +52,7 @@ def rows(trials: Sequence[Trial]) -> list[dict[str, str]]:
     return table
 
 
-def spread(scores: Sequence[float]) -> str:
+def format_spread(scores: Sequence[float]) -> str:
     """Return the mean of fractions in percent, with the standard deviation if there are several."""
     if not scores:
         return ""
@@ -62,7 +62,7 @@ def spread(scores: Sequence[float]) -> str:
     return f"{summary.mean:.2f}"
 
 
-def write_tables(trials: Sequence[Trial], root: Path) -> None:
+def write_search_tables(trials: Sequence[Trial], root: Path) -> None:
     """Write one table by setting in three forms (`table.md`, `table.tex`, `table.csv`), and `runs.csv` by run."""
     table = rows(trials)
     header: list[str] = []
@@ -73,7 +73,7 @@ def write_tables(trials: Sequence[Trial], root: Path) -> None:
     for trial in trials:
         run_rows += _run_rows(trial)
     root.mkdir(parents=True, exist_ok=True)
-    write_text(root / "table.md", statistics.table(header, cells) + "\n")
+    write_text(root / "table.md", statistics.markdown_table(header, cells) + "\n")
     write_text(root / "table.tex", statistics.latex(header, cells))
     write_text(root / "table.csv", as_csv(table))
     write_text(root / "runs.csv", as_csv(run_rows))

@@ -33,7 +33,7 @@ _PAUSE = 0.1  # seconds between two looks at the processes
 _GRACE = 20.0  # seconds a stopped run has to save its state
 
 
-def vary(config: Config, **updates: Any) -> Config:
+def vary_config(config: Config, **updates: Any) -> Config:
     """Return the config with some options replaced; `__` in a key stands for a dot, as in `local__lr=0.1`."""
     table = config.model_dump(mode="json", exclude_unset=True)  # defaults would count as set by the user
     for key, value in updates.items():
@@ -76,7 +76,7 @@ def carry_out(cell: Cell, progress: Progress) -> None:
         run(cell.config, cell.folder, progress, console=False)
 
 
-def command(cell: Cell, file: Path) -> list[str]:
+def cell_command(cell: Cell, file: Path) -> list[str]:
     """Return the command line that runs a cell in another process."""
     action = "run"
     if cell.central:
@@ -90,7 +90,7 @@ def _start(cell: Cell) -> subprocess.Popen[bytes]:
     file = _beside(cell.folder, ".toml")
     write_text(file, to_toml(cell.config))
     with _beside(cell.folder, ".out").open("w") as out:
-        return subprocess.Popen(command(cell, file), stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(cell_command(cell, file), stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def _run_in_child(cell: Cell, stop: Event) -> str:

@@ -61,7 +61,7 @@ class Replay:
     """The name of the client as the user gave it."""
 
 
-def plan(folder: Path, client: str, to: Path | None = None, fast: bool = False) -> Replay:
+def plan_replay(folder: Path, client: str, to: Path | None = None, fast: bool = False) -> Replay:
     """Return the replay that unlearns this client; refuse a run that cannot be repeated."""
     record = RunFolder.open(folder)
     config = from_folder(folder)
@@ -251,7 +251,9 @@ def _readable_checkpoints(folder: Path) -> list[checkpoint.Checkpoint]:
     return checkpoints
 
 
-def unlearn(replay: Replay, source: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
+def unlearn_client(
+    replay: Replay, source: Path, progress: Progress | None = None, console: bool = True
+) -> dict[str, Any]:
     """Carry the replay out and return the summary of the run without the client. An interrupted replay is resumed."""
     _refuse_later_start(replay)
     if replay.start:

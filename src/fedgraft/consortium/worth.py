@@ -175,7 +175,7 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
     return scores
 
 
-def compare(folders: Mapping[str, Path], metrics: Sequence[str], draws: int = 1000) -> dict[str, list[Site]]:
+def compare_models(folders: Mapping[str, Path], metrics: Sequence[str], draws: int = 1000) -> dict[str, list[Site]]:
     """Return by metric every site with the metric of every model and its gain."""
     setup = setup_of(from_folder(folders[FEDERATED]), for_training=False)
     data = setup.task.data
@@ -208,7 +208,7 @@ def compare(folders: Mapping[str, Path], metrics: Sequence[str], draws: int = 10
     return sites
 
 
-def write(folder: Path, results: Mapping[str, Sequence[Site]], title: str) -> Path:
+def write_worth(folder: Path, results: Mapping[str, Sequence[Site]], title: str) -> Path:
     """Write Markdown, HTML, a figure for each metric and the numbers; return the path of the HTML page."""
     folder.mkdir(parents=True, exist_ok=True)
     any_site = next(iter(results.values()))[0]
@@ -232,7 +232,7 @@ def write(folder: Path, results: Mapping[str, Sequence[Site]], title: str) -> Pa
             csv_rows.append(_csv_row(site, models, metric))
         picture = f'<div class="scroll wide">{html.picture(figure)}</div>'  # on a telephone it must scroll
         heading = label(metric)[:1].upper() + label(metric)[1:]
-        body = html.notices([verdicts]) + picture + html.grid(rows)
+        body = html.notices([verdicts]) + picture + html.grid_table(rows)
         sections.append(html.section(f"{heading} by site", body))
     write_text(folder / "worth.md", "\n".join([*lines, NOTE]) + "\n")
     numbers = {}

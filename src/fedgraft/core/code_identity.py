@@ -61,11 +61,11 @@ _warned: set[str] = set()
 
 def digest_of(*values: Any) -> str:
     """Return a short digest of the identities of these values."""
-    text = json.dumps([identity_of(value) for value in values])
+    text = json.dumps([code_identity_of(value) for value in values])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def identity_of(value: Any) -> Any:
+def code_identity_of(value: Any) -> Any:
     """Return the identity of a value, as plain lists and strings."""
     return _Walk().identity(value)
 

@@ -98,7 +98,7 @@ def logging_to(path: Path, console: bool = True) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def plain(value: Any) -> Any:
+def json_ready(value: Any) -> Any:
     """Return the value as JSON can store it: scalars of other libraries become Python's, NaN and infinity None."""
     kind = type(value)
     if kind is float:  # a round has hundreds of these, so they come first
@@ -106,11 +106,11 @@ def plain(value: Any) -> Any:
     if kind is int or kind is str:
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [json_ready(item) for item in value]
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return json_ready(value.tolist())
     if isinstance(value, float):
         return _finite_or_none(value)
     if isinstance(value, str | int | bool | None):

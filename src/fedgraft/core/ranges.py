@@ -43,7 +43,7 @@ def in_range(make: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def check(options: Any, label: str) -> None:
+def check_ranges(options: Any, label: str) -> None:
     """Convert the numbers of a frozen dataclass to their annotations, in place; refuse numbers outside the ranges.
 
     For its `__post_init__`. `label` names the options in errors.

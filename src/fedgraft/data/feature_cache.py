@@ -30,7 +30,7 @@ from fedgraft.core.store import digest_of_chunks, write_cached
 from fedgraft.data.examples import ImageExamples, check_rows
 from fedgraft.data.feature_table import FeatureTable
 from fedgraft.data.pixels.augment import draw_flips
-from fedgraft.local.features import look
+from fedgraft.local.features import evaluate_batch
 
 BLOCK = 32
 PORTION = 4 * BLOCK
@@ -45,7 +45,7 @@ def same_bits(network: Network, entry: int, shape: tuple[int, ...]) -> tuple[int
     inputs = torch.randn(BLOCK, *shape, generator=torch_stream(0, "same_bits"))
 
     def activations(batch: Tensor) -> Tensor:
-        return look(network, batch, lambda x: network.features(x, 0, entry)).cpu()
+        return evaluate_batch(network, batch, lambda x: network.features(x, 0, entry)).cpu()
 
     whole = activations(inputs)
     for shift in (7, 19):
@@ -243,7 +243,7 @@ class CachedExamples:
 
     def _activations(self, inputs: Tensor, entry: int = 0) -> Tensor:
         """Return the activations at this cache's entry for inputs at `entry`, float32 on the CPU."""
-        values = look(self.network, inputs, lambda x: self.network.features(x, entry, self.entry))
+        values = evaluate_batch(self.network, inputs, lambda x: self.network.features(x, entry, self.entry))
         return values.float().cpu().contiguous()
 
 

@@ -71,7 +71,7 @@ def measure(config: Config, folder: Path, engine: Any, model: str = "", metrics:
     engine.open(setup.federation.run, opened.message(not setup.task.data.rows_known))
     asking = Measure(setup, opened, engine, chosen)
     responses, refused = asking.evaluated(state)
-    sums = scores.merge([validated_sums(r, len(asking.classes)) for r in responses], len(asking.classes))
+    sums = scores.merge_scores([validated_sums(r, len(asking.classes)) for r in responses], len(asking.classes))
     told = {
         "model": Path(model).name,
         "metrics": list(chosen),

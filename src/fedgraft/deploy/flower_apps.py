@@ -110,7 +110,7 @@ def simulate(config: Config, folder: Path, progress: Progress | None = None) -> 
     from importlib.util import find_spec
 
     from fedgraft.config.load import to_toml
-    from fedgraft.engines.flower.wire import simulate as run_apps
+    from fedgraft.engines.flower.wire import run_flower_simulation as run_apps
 
     if find_spec("ray") is None:
         raise MissingExtra("ray", "simulation", "engine=flower-sim")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from fedgraft.client.action import Phase
+from fedgraft.client.action import RunPhase
 from fedgraft.client.actions import ACTIONS
 from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle_or_refuse
@@ -131,9 +131,9 @@ class Node:
         """Return the context in which an action of this name works: on the backbone, all weights, or the edit space."""
         action = ACTIONS.get(action_name)
         phase = None if action is None else action.phase
-        if phase is Phase.HEAD or (action_name == "count" and self.opened is None):
+        if phase is RunPhase.HEAD or (action_name == "count" and self.opened is None):
             return self.setup.backbone_context
-        if phase is Phase.CALIBRATION:
+        if phase is RunPhase.CALIBRATION:
             return self.setup.scoring_context
         if self.opened is None:
             raise FedgraftError(f"client {self.client} was asked for {action_name!r} before the edit space was opened.")

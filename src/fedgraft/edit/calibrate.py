@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.edit.choose import budget, choose, strategy_named
+from fedgraft.edit.choose import choose, coordinate_budget, strategy_named
 from fedgraft.edit.masks import Mask, intersection, union, votes
 from fedgraft.edit.scope import Scope
 
@@ -41,7 +41,7 @@ class CalibrationMode:
             share = density**progress
         else:
             share = 1 - (1 - density) * progress
-        return budget(total, share)
+        return coordinate_budget(total, share)
 
 
 def oneshot() -> CalibrationMode:
@@ -253,7 +253,7 @@ def merge_masks(masks: Sequence[Mask], how: str, density: float | None = None) -
             how=how,
         )
     counts = votes(masks)
-    k = budget(masks[0].total, density)
+    k = coordinate_budget(masks[0].total, density)
     if k == 0:
         return Mask({name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in counts.items()})
     return choose(counts, k=k, largest=True, order="hash")

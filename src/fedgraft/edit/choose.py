@@ -65,7 +65,7 @@ def strategy_named(name: str) -> Strategy:
     return STRATEGIES.build(name, {})
 
 
-def budget(total: int, density: float | None = None, k: int | None = None) -> int:
+def coordinate_budget(total: int, density: float | None = None, k: int | None = None) -> int:
     """Return the exact number of coordinates to train: k itself, or round(density * total)."""
     if (density is None) == (k is None):
         raise FedgraftError(
@@ -110,7 +110,7 @@ def choose(
     eligible coordinates; the others are never chosen, whatever their score.
     """
     total = sum(tensor.numel() for tensor in scores.values())
-    count = budget(total, density, k)
+    count = coordinate_budget(total, density, k)
     if order not in ("index", "hash"):
         raise FedgraftError("E-EDIT-ORDER", f"order={order!r} does not exist", "choose index or hash", order=order)
     groups = _groups(sorted(scores), threshold, block_of)

@@ -78,14 +78,14 @@ def loads(data: bytes, where: str = "the edit") -> Edit:
         ) from error
 
 
-def save(edit: Edit, path: Path, half: bool = False) -> int:
+def save_edit(edit: Edit, path: Path, half: bool = False) -> int:
     """Write the edit to a file atomically and return the number of bytes."""
     data = dumps(edit, half)
     write_bytes(path, data)
     return len(data)
 
 
-def load(path: Path) -> Edit:
+def load_edit(path: Path) -> Edit:
     """Return the edit in a file."""
     try:
         return loads(path.read_bytes(), f"the edit in {path}")
@@ -231,7 +231,7 @@ class EditSummary:
         return "\n".join(lines)
 
 
-def inspect(edit: Edit) -> EditSummary:
+def inspect_edit(edit: Edit) -> EditSummary:
     """Return the summary of an edit; density is over the tensors it touches, norms include the scale."""
     update = edit.update().double()
     everything = []

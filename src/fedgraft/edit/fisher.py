@@ -127,7 +127,7 @@ def _centred(probability: Tensor, classes: Tensor) -> Tensor:
     return probability - _one_hot(probability, classes)
 
 
-def fisher_scores(
+def estimate_fisher(
     network: nn.Module,
     batches: Iterable[Batch],
     labels: str = "rademacher",
@@ -186,7 +186,7 @@ def single_batch_abs(
 
 
 ESTIMATORS: dict[str, Callable[..., Scores]] = {
-    "per_sample": fisher_scores,
+    "per_sample": estimate_fisher,
     "batch_gradient": batch_gradient,
     "single_batch_abs": single_batch_abs,
 }

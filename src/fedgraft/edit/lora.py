@@ -166,7 +166,7 @@ def adapter_layers(network: Network) -> dict[str, Any]:
     return layers
 
 
-def merge(network: Network) -> Network:
+def merge_lora(network: Network) -> Network:
     """Add scaling * B A to the base weights and remove the adapters: plain names and shapes, same outputs."""
     layers = _required_adapters(network)
     updates = {}

@@ -54,7 +54,7 @@ class LowRank:
     trains_body = True
 
     def __post_init__(self) -> None:
-        ranges.check(self, "trainable.lora")
+        ranges.check_ranges(self, "trainable.lora")
         if self.budgets and (self.ranks or self.aggregate != "svd"):
             raise FedgraftError(
                 "E-EDIT-LORA-BUDGETS",

@@ -26,7 +26,7 @@ from fedgraft.core.space import EditSpace, masked, select
 from fedgraft.core.state import EVERYONE, ServerState
 from fedgraft.edit.adaptive import AdaptiveSparsity
 from fedgraft.edit.calibrate import Calibration, CalibrationMode, average, calibrate, merge_masks, oneshot, progressive
-from fedgraft.edit.choose import budget, choose, strategy_named
+from fedgraft.edit.choose import choose, coordinate_budget, strategy_named
 from fedgraft.edit.fisher import Scores
 from fedgraft.edit.masks import Mask, union
 from fedgraft.edit.scope import Scope, resolve
@@ -80,7 +80,7 @@ class Sparse:
     trains_body = True
 
     def __post_init__(self) -> None:
-        ranges.check(self, "trainable.sparse")
+        ranges.check_ranges(self, "trainable.sparse")
 
     @property
     def trains_head(self) -> bool:
@@ -391,7 +391,7 @@ class Sparse:
             adaptive = schedule.begin()
             for drift in state.drifts:
                 adaptive = schedule.after(adaptive, drift)
-            count = min(len(scores), dense + budget(maskable, 1 - adaptive.sparsity))
+            count = min(len(scores), dense + coordinate_budget(maskable, 1 - adaptive.sparsity))
             return {EVERYONE: self._best_coordinates(scores, count)}
 
         return active

@@ -132,7 +132,7 @@ def check_base(network: Network, edit: Edit) -> None:
             )
 
 
-def apply(network: Network, edit: Edit, scale: float = 1.0) -> Applied:
+def apply_edit(network: Network, edit: Edit, scale: float = 1.0) -> Applied:
     """Write base + scale * edit into the network, in place; raise an error if it is not the edit's base."""
     check_base(network, edit)
     before = edit.space.gather(network)
@@ -143,7 +143,7 @@ def apply(network: Network, edit: Edit, scale: float = 1.0) -> Applied:
 @contextmanager
 def applied(network: Network, edit: Edit, scale: float = 1.0) -> Iterator[Network]:
     """Apply the edit inside the `with` block; the base is restored, bit for bit, after it."""
-    handle = apply(network, edit, scale)
+    handle = apply_edit(network, edit, scale)
     try:
         yield network
     finally:
@@ -156,7 +156,7 @@ def _add_update(before: Tensor, update: Tensor) -> Tensor:
     return torch.where(update == 0, before, before + update)
 
 
-def sweep(
+def sweep_scale(
     network: Network, edit: Edit, lambdas: Sequence[float], evaluate: Callable[[Network], T]
 ) -> list[tuple[float, T]]:
     """Return (lambda, evaluation of base + lambda * edit) for every lambda; the base is restored afterwards."""
@@ -176,7 +176,7 @@ Merge = Callable[[Tensor, Tensor], Tensor]
 """(vectors (m, k), weights (m,)) -> one vector."""
 
 
-def add(
+def add_edits(
     edits: Sequence[Edit], scales: Sequence[float] | None = None, name: str = "", merge: Merge | None = None
 ) -> Edit:
     """Return the sum of edits of one base, on the union of their spaces; summed in float64, rounded once.

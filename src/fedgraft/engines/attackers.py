@@ -23,8 +23,8 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, unpack_bits
 from fedgraft.core.protocols import Examples
 from fedgraft.core.rng import numpy_stream, torch_stream
-from fedgraft.engines.attacks import ATTACKS, attack, flip_labels, stamp, unknown_attack
-from fedgraft.server.collect import spread
+from fedgraft.engines.attacks import ATTACKS, attacker_updates, flip_labels, stamp, unknown_attack
+from fedgraft.server.collect import spread_update
 
 DATA_ATTACKS = {"label_flip": "", "backdoor": "", "backdoor_boosted": "scaling"}
 """Attacks on the attackers' examples, each with the attack on updates that follows it."""
@@ -69,7 +69,7 @@ class Attacked:
 
     engine: LocalEngine
     attackers: frozenset[int]
-    attack: str
+    attacker_updates: str
     seed: int = 0
     trigger: Trigger = field(default_factory=Trigger)
     marked: Examples | None = None
@@ -160,7 +160,7 @@ class Attacked:
         if len(known) == 1:
             known = known.repeat(2, 1)  # a standard deviation needs two
         generator = torch_stream(self.seed, "attack", self.attack, round)
-        sent = attack(self._update_attack, known, len(own), generator, own=own, **self.options)
+        sent = attacker_updates(self._update_attack, known, len(own), generator, own=own, **self.options)
         return dict(zip(attackers, sent, strict=True))
 
     def _encode(self, response: Response, request: Request, update: Tensor) -> Response:
@@ -189,7 +189,7 @@ class Attacked:
         active = self._active(request)
         if active is None:
             return update
-        return spread(update, active)
+        return spread_update(update, active)
 
 
 def choose_attackers(clients: int, share: float, seed: int) -> frozenset[int]:
@@ -294,7 +294,7 @@ def make_copies(context: ClientContext, client: int, attack: str, seed: int, tri
     rows = context.rows(client)
     labels = context.examples.labels[rows].clone()
     marked = torch.zeros(len(rows), dtype=torch.bool)
-    if attack == "label_flip":
+    if attacker_updates == "label_flip":
         return Copies(rows, flip_labels(labels, context.network.classes), marked)
     permutation = torch.randperm(len(rows), generator=torch_stream(seed, "poison", client))
     marked[permutation[: round(trigger.share * len(rows))]] = True

@@ -33,7 +33,7 @@ def scaling(benign: Tensor, own: Tensor, generator: Generator, factor: float | N
     return own * factor
 
 
-def gaussian(benign: Tensor, own: Tensor, generator: Generator, scale: float = 10.0) -> Tensor:
+def gaussian_updates(benign: Tensor, own: Tensor, generator: Generator, scale: float = 10.0) -> Tensor:
     """Return noise whose standard deviation is `scale` times the root mean square of the benign updates."""
     size = float(benign.square().mean(dtype=torch.float64).sqrt())
     return torch.randn(own.shape, generator=generator) * (scale * size)
@@ -65,7 +65,7 @@ def mimic(benign: Tensor, own: Tensor, generator: Generator, target: int = 0) ->
     return benign[target].expand_as(own).clone()
 
 
-def constant(value: float) -> Attack:
+def constant_updates(value: float) -> Attack:
     """Return the attack whose updates have `value` (0, NaN or infinity) in every entry."""
 
     def send(benign: Tensor, own: Tensor, generator: Generator) -> Tensor:
@@ -77,18 +77,18 @@ def constant(value: float) -> Attack:
 ATTACKS: Mapping[str, Attack] = {
     "sign_flip": sign_flip,
     "scaling": scaling,
-    "gaussian": gaussian,
+    "gaussian": gaussian_updates,
     "ipm": inner_product,
     "alie": little_is_enough,
     "mimic": mimic,
-    "zero": constant(0.0),
-    "nan": constant(math.nan),
-    "inf": constant(math.inf),
+    "zero": constant_updates(0.0),
+    "nan": constant_updates(math.nan),
+    "inf": constant_updates(math.inf),
 }
 """Attacks on updates by name."""
 
 
-def attack(
+def attacker_updates(
     name: str, benign: Tensor, count: int, generator: Generator, own: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Return the updates that `count` attackers send, (count, k), given the benign updates (m, k).

@@ -29,13 +29,13 @@ def evaluating(network: Network) -> Iterator[None]:
             module.training = True
 
 
-def look(network: Network, inputs: Tensor, see: Callable[[Tensor], T]) -> T:
+def evaluate_batch(network: Network, inputs: Tensor, see: Callable[[Tensor], T]) -> T:
     """Return `see(inputs)` for one batch, in evaluation mode and with the batch on the network's device."""
     with evaluating(network):
         return see(onto(inputs, next(network.parameters()).device))
 
 
-def features(
+def feature_batches(
     network: Network, examples: Examples, rows: Tensor, until: int | None = None, size: int = 512
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches of rows and their CPU activations at entry `until` (default: pooled features, (B, width))."""
@@ -44,7 +44,7 @@ def features(
         return network.features(inputs, examples.entry, until)
 
     for batch in rows.split(size):
-        activations = look(network, examples.batch(batch), see)
+        activations = evaluate_batch(network, examples.batch(batch), see)
         yield batch, activations.float().cpu()
 
 
@@ -57,7 +57,7 @@ def hidden(network: Network, layers: tuple[str, ...], examples: Examples, size: 
 
     batches: dict[str, list[Tensor]] = {name: [] for name in names}
     for rows in torch.arange(len(examples)).split(size):
-        activations = look(network, examples.batch(rows), see)
+        activations = evaluate_batch(network, examples.batch(rows), see)
         for name in batches:
             batches[name].append(activations[name].cpu())
     return [torch.cat(batches[name]) for name in names]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from fedgraft.core.state import Schedule
 
 
-def constant(lr: float) -> Schedule:
+def constant_rate(lr: float) -> Schedule:
     """Return the same rate for the whole run."""
     return lambda t, total, history: lr
 
@@ -92,7 +92,7 @@ def warmed(schedule: Schedule, length: int, start: float = 0.0) -> Schedule:
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "none": constant,
+    "none": constant_rate,
     "cosine": cosine,
     "linear": linear,
     "lambda": exponential,

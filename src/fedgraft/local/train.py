@@ -70,7 +70,7 @@ class LocalTraining:
     """Autocast type, `float16` or `bfloat16`; None trains in float32."""
 
     def __post_init__(self) -> None:
-        ranges.check(self, "local")
+        ranges.check_ranges(self, "local")
         if (self.steps is not None or self.client_steps) and self.epochs is not None:
             raise FedgraftError(
                 "E-LOCAL-STEPS-OR-EPOCHS",

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.local.transfer import onto
-from fedgraft.metrics.scores import count, merge, true_class_rank
+from fedgraft.metrics.scores import count_scores, merge_scores, true_class_rank
 
 TOP_K = 5
 """An image counts for `top5` if its class is among this many highest scores."""
@@ -30,7 +30,7 @@ class Evaluation:
     loss: float
     accuracy: float
     top5: float
-    count: int
+    count_scores: int
 
     def __add__(self, other: Evaluation) -> Evaluation:
         """Return the evaluation of both sets together: means weighted by the number of examples."""
@@ -90,7 +90,7 @@ def evaluate_with_sums(
     top5 = sum(result.within_top_k for result in results) / n
     sums: dict[str, Tensor] = {}
     if scores:
-        sums = merge([result.sums for result in results], network.classes)
+        sums = merge_scores([result.sums for result in results], network.classes)
     return Evaluation(loss, accuracy, top5, len(rows)), sums
 
 
@@ -114,5 +114,5 @@ def _evaluate_batch(network: Network, examples: Examples, rows: Tensor, scores: 
     loss = float(cross_entropy(logits, labels, reduction="sum"))
     sums: dict[str, Tensor] = {}
     if scores:
-        sums = count(logits, labels, network.classes)
+        sums = count_scores(logits, labels, network.classes)
     return _BatchResult(loss, correct, within_top_k, sums)

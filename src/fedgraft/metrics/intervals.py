@@ -130,7 +130,7 @@ def calibration_error(count: Array, confidence_sum: Array, correct: Array) -> tu
     return max(0.0, value - slack), min(1.0, value + float((up**2).sum() ** 0.5))
 
 
-def mean(total: float, squares: float, n: int) -> tuple[float | None, float | None]:
+def mean_interval(total: float, squares: float, n: int) -> tuple[float | None, float | None]:
     """Return Student's limits of a mean of non-negative numbers, from their sum and sum of squares.
 
     A single number has no interval: (None, None).

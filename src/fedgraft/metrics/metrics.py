@@ -302,7 +302,7 @@ def _error_metrics(sums: Mapping[str, Array], values: Mapping[str, Array]) -> di
         return {"calibration_error": None, "log_loss": None}
     gap_low, gap_high = intervals.calibration_error(*sums["calibration"])
     loss_sum, square_sum = sums["loss"].tolist()
-    loss_low, loss_high = intervals.mean(loss_sum, square_sum, n)
+    loss_low, loss_high = intervals.mean_interval(loss_sum, square_sum, n)
     return {
         "calibration_error": Metric(float(values["calibration_error"]), gap_low, gap_high, n, "%"),
         "log_loss": Metric(float(values["log_loss"]), loss_low, loss_high, n, "nats"),

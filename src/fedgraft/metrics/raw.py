@@ -22,7 +22,7 @@ def exact(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Met
 
     The interval of the mean AUROC is narrower than from histograms: here the covariance of the classes is known.
     """
-    metrics = compute(scores.count(logits, labels, len(names)), names)
+    metrics = compute(scores.count_scores(logits, labels, len(names)), names)
     positive = (labels.cpu()[:, None] == torch.arange(len(names))).numpy()  # (n, C)
     sides = np.stack([(~positive).sum(0), positive.sum(0)])
     defined = sides.min(0) > 0

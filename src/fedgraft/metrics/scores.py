@@ -153,12 +153,12 @@ def sum_scores(images: ImageScores, classes: int) -> dict[str, Tensor]:
     }
 
 
-def count(logits: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
+def count_scores(logits: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
     """Return the sums of these images, from logits (n, C) and labels (n,)."""
     return sum_scores(score_images(logits, labels, classes), classes)
 
 
-def merge(parts: Iterable[Mapping[str, Tensor]], classes: int) -> dict[str, Tensor]:
+def merge_scores(parts: Iterable[Mapping[str, Tensor]], classes: int) -> dict[str, Tensor]:
     """Return the sums of several sets of images together; zeros if there is no set."""
     total = {name: torch.zeros(layout.shape, dtype=torch.float64) for name, layout in shapes(classes).items()}
     for part in parts:

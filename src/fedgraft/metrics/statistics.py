@@ -155,7 +155,7 @@ def bytes_to(lines: Sequence[Mapping[str, Any]], target: float) -> int | None:
     return None
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a Markdown table."""
     lines = [_markdown_row(header), f"|{'---|' * len(header)}"]
     for row in rows:

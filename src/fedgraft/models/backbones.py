@@ -103,7 +103,7 @@ def _head(
     """Return a fresh head for `classes`, else the stored one if it fits, else an empty one and the reason."""
     if classes is not None:
         return draw_head(width, classes, seed), ""
-    fitting_head, reason = folders.fitting(stored_head, width, source)
+    fitting_head, reason = folders.fitting_head(stored_head, width, source)
     if fitting_head is None:
         return draw_head(width, 0, seed), reason
     weight, bias = fitting_head
@@ -136,7 +136,7 @@ def _load_named(name: str | Path, seed: int) -> tuple[Any, folders.StoredHead, f
         facts = folders.SourceFacts(text, _NANO_LICENCE)
     else:
         source = folders.locate(text)
-        facts = folders.facts(source, text)
+        facts = folders.folder_facts(source, text)
     return folders.load_backbone(source), folders.stored_head(source), facts
 
 

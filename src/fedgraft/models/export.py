@@ -24,7 +24,7 @@ from fedgraft.models.quiet import drawn_from, quiet
 from fedgraft.models.small import SmallConfig
 
 
-def export(
+def export_model(
     network: VisionNetwork, folder: str | Path, labels: Sequence[str] | None, preprocessor: Mapping[str, Any], card: str
 ) -> Path:
     """Write weights, configuration, preprocessing and model card to `folder`, which must be new or empty."""

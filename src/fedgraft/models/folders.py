@@ -151,7 +151,7 @@ def trained_size(config: Any) -> int:
     return int(sides.pop())
 
 
-def facts(source: Path, name: str) -> SourceFacts:
+def folder_facts(source: Path, name: str) -> SourceFacts:
     """Return what a folder says besides the weights: its preprocessing and, in its card, its licence."""
     preprocessor_file = source / "preprocessor_config.json"
     preprocessor = None
@@ -216,7 +216,7 @@ def head_of(state: Mapping[str, Tensor]) -> StoredHead:
     return tensors["weight"], tensors["bias"]
 
 
-def fitting(stored: StoredHead, width: int, where: str) -> tuple[StoredHead, str]:
+def fitting_head(stored: StoredHead, width: int, where: str) -> tuple[StoredHead, str]:
     """Return the stored head if it reads `width` numbers, else None and the reason."""
     if stored is None:
         return None, ""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import torch_stream
-from fedgraft.models.hooked import Hooked, pooled_output, watch
+from fedgraft.models.hooked import Hooked, block_of_modules, pooled_output
 from fedgraft.models.network import IMAGENET_MEAN, IMAGENET_STD, Dropout, VisionNetwork, linear_layer
 from fedgraft.models.quiet import drawn_from
 
@@ -49,7 +49,7 @@ def module(
     paths = _block_paths(backbone, blocks)
     owners: dict[str, int] = {}
     if paths:
-        owners = watch(backbone, paths, images[:1])
+        owners = block_of_modules(backbone, paths, images[:1])
     cut = Hooked(paths, owners, size, head)
     network = VisionNetwork(backbone, linear_layer(last_layer.weight.data, bias), size, cut=cut)
     network.mean = tuple(mean)

@@ -125,7 +125,7 @@ def pooled_output(output: Any) -> Tensor:
 
 
 @torch.no_grad()
-def watch(backbone: nn.Module, paths: Sequence[str], images: Tensor) -> dict[str, int]:
+def block_of_modules(backbone: nn.Module, paths: Sequence[str], images: Tensor) -> dict[str, int]:
     """Return for each module outside the blocks the block that had begun when it was first called.
 
     It is -1 before the first block and the number of blocks after the last. Blocks must run once each, in order.

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import plain
+from fedgraft.core.files import json_ready
 from fedgraft.metrics.statistics import gap_cells, paired, summarise
 from fedgraft.report import figures
 from fedgraft.report import html as page
 from fedgraft.report.charts import compare_charts
-from fedgraft.report.html import CHARTS, csv_row, flatten, grid, header, rows_csv, section, write_page
+from fedgraft.report.html import CHARTS, csv_row, flatten, grid_table, header, rows_csv, section, write_page
 from fedgraft.report.run_page import read_config
-from fedgraft.report.run_record import RunInfo, RunRecord, describe
+from fedgraft.report.run_record import RunInfo, RunRecord, describe_run
 from fedgraft.report.values import NONE
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def compare_runs(runs: Sequence[Path], out: Path, formats: Sequence[str] = ()) -
         path = out / f"accuracy.{kind}"
         figures.curves(path, series, xlabel="round", ylabel="validation accuracy (%)")
         written.append(path)
-    return [describe(folder) for folder in folders], written
+    return [describe_run(folder) for folder in folders], written
 
 
 def write_comparison(runs: Iterable[RunRecord | Path | str], path: Path | str, title: str = "Comparison") -> Path:
@@ -71,7 +71,7 @@ def write_comparison(runs: Iterable[RunRecord | Path | str], path: Path | str, t
         lines[name] = folder.metrics()
         configs[name] = flatten(read_config(folder))
         summaries[name] = folder.summary()
-        rows.append(_row(name, describe(folder, lines[name]), lines[name]))
+        rows.append(_row(name, describe_run(folder, lines[name]), lines[name]))
         for line in lines[name]:
             csv_rows.append({"run": name, **csv_row(line)})
     warnings = data_warnings(configs, summaries)
@@ -79,9 +79,9 @@ def write_comparison(runs: Iterable[RunRecord | Path | str], path: Path | str, t
         log.warning("%s", warning)
     parts = [
         page.notices(warnings),
-        section("Results", grid(rows)),
-        section("Over seeds", grid(_over_seeds(rows, configs))),
-        section("Differences of the configs", grid(_differences(configs))),
+        section("Results", grid_table(rows)),
+        section("Over seeds", grid_table(_over_seeds(rows, configs))),
+        section("Differences of the configs", grid_table(_differences(configs))),
         section("Curves", CHARTS),
         page.folded(f"Config of {next(iter(named))}", page.preformatted(folders[0].config_text)),
     ]
@@ -148,7 +148,7 @@ def _over_seeds(rows: Sequence[Mapping[str, Any]], configs: Configs) -> list[dic
         setting = dict(config)
         setting.pop("seed", None)
         setting.pop("name", None)
-        identity = json.dumps(plain(setting), sort_keys=True)
+        identity = json.dumps(json_ready(setting), sort_keys=True)
         accuracies.setdefault(identity, {})[str(config.get("seed"))] = 100 * row["test accuracy"]
         settings.setdefault(identity, setting)
     if not any(len(by_seed) > 1 for by_seed in accuracies.values()):
@@ -207,7 +207,7 @@ def _text(value: Any) -> str:
         return NONE
     if isinstance(value, str):
         return value
-    return json.dumps(plain(value))
+    return json.dumps(json_ready(value))
 
 
 def _names(folders: Sequence[RunRecord]) -> list[str]:

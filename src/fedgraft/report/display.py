@@ -25,7 +25,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedgraft.core.progress import Phase
-from fedgraft.report.values import NONE, accuracy, clock, column, epsilon, label, metric, percent, size
+from fedgraft.report.values import NONE, accuracy, clock, column, format_epsilon, label, metric, percent, size
 
 if TYPE_CHECKING:
     from fedgraft.report.run_record import RunInfo
@@ -165,9 +165,11 @@ def protection_rows(privacy: Mapping[str, Any]) -> dict[str, str]:
     """Return the first rows of a private run's result: the guarantee, for whom it holds, and what it does not cover."""
     if not privacy:
         return {}
-    guarantee = f"epsilon {epsilon(privacy['epsilon'])} at delta {privacy['delta']:.2g} for each {privacy['unit']}"
+    guarantee = (
+        f"epsilon {format_epsilon(privacy['epsilon'])} at delta {privacy['delta']:.2g} for each {privacy['unit']}"
+    )
     rows = {"privacy": guarantee}
-    rows["  if cohorts are known"] = f"epsilon {epsilon(privacy['epsilon_without_amplification'])}"
+    rows["  if cohorts are known"] = f"epsilon {format_epsilon(privacy['epsilon_without_amplification'])}"
     if privacy["repeatable_noise"]:
         rows["  REPEATABLE"] = "for experiments: noise and cohorts follow from the seed and protect nobody"
     first, *others = privacy["not_covered"]
@@ -337,10 +339,10 @@ def next_lines(console: Console, folder: Path) -> None:
     """Print three commands for a finished run, as they work in this terminal."""
     console.print("next:", highlight=False)
     for arguments in (f"show {folder}", f"predict {folder} IMAGES", f"export {folder} adapted"):
-        console.print(f"  {command()} {arguments}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"  {program_name()} {arguments}", highlight=False, soft_wrap=True, markup=False)
 
 
-def command() -> str:
+def program_name() -> str:
     """Return how `fedgraft` is started here: by its name, or by its path if the environment is not active."""
     started = Path(sys.argv[0])
     if started.name != "fedgraft" or not started.is_file():

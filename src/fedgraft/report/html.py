@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgraft.core.files import plain
+from fedgraft.core.files import json_ready
 from fedgraft.core.store import write_atomic
-from fedgraft.report.values import NONE, show
+from fedgraft.report.values import NONE, format_value
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}
 """Media types of pictures by suffix."""
@@ -33,7 +33,7 @@ def write_tables(path: Path | str, title: str, tables: Mapping[str, Rows], notes
     parts = [f"<p>{safe(note)}</p>" for note in notes]
     csv_rows = []
     for name, rows in tables.items():
-        parts.append(section(name, grid(rows)))
+        parts.append(section(name, grid_table(rows)))
         for row in rows:
             csv_rows.append({"table": name, **row})
     top = header(title, "finished", f"{Path(path).stem}.csv", rows_csv(csv_rows))
@@ -47,7 +47,7 @@ def write_page(path: Path | str, title: str, top: str, parts: Sequence[str], cha
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     # Only `<` could end a script element; JSON can escape it.
-    block = json.dumps(plain({"charts": charts}), separators=(",", ":"))
+    block = json.dumps(json_ready({"charts": charts}), separators=(",", ":"))
     block = block.replace("<", "\\u003c").replace("&", "\\u0026")
     body = "\n".join([top, "<main>", *filter(None, parts), "</main>"])
     filled = {"POLICY": policy, "TITLE": html.escape(title), "BODY": body, "DATA": block}
@@ -111,7 +111,7 @@ def notices(texts: Sequence[str]) -> str:
     return "".join(f'<p class="notice">{safe(text)}</p>' for text in texts)
 
 
-def facts(values: Mapping[str, str]) -> str:
+def facts_table(values: Mapping[str, str]) -> str:
     """Return a table of two columns, name and value; empty without values."""
     if not values:
         return ""
@@ -121,7 +121,7 @@ def facts(values: Mapping[str, str]) -> str:
     return f'<div class="scroll"><table class="facts">{rows}</table></div>'
 
 
-def grid(rows: Rows) -> str:
+def grid_table(rows: Rows) -> str:
     """Return a table with the first row's keys as its head; columns of numbers, except the first, are right-aligned."""
     if not rows:
         return ""
@@ -136,7 +136,7 @@ def grid(rows: Rows) -> str:
     for row in rows:
         body += "<tr>"
         for key, value in row.items():
-            body += _cell(show(key, value), attributes[key])
+            body += _cell(format_value(key, value), attributes[key])
         body += "</tr>"
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 

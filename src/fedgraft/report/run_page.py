@@ -12,13 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import plain
+from fedgraft.core.files import json_ready
 from fedgraft.report import html as page
 from fedgraft.report import run_tables as tables
 from fedgraft.report.charts import run_charts
 from fedgraft.report.html import section
-from fedgraft.report.run_record import RunRecord, describe
-from fedgraft.report.values import accuracy, clock, epsilon, label, metric, percent, seconds_of, show, size, total_of
+from fedgraft.report.run_record import RunRecord, describe_run
+from fedgraft.report.values import (
+    accuracy,
+    clock,
+    format_epsilon,
+    format_value,
+    label,
+    metric,
+    percent,
+    seconds_of,
+    size,
+    total_of,
+)
 
 _SHOWN = ("metrics", "clients", "confusion", "reliability", "class_names")  # in tables of their own
 _WARNINGS = 50  # warnings of the log on the page
@@ -38,10 +49,10 @@ def write_report(
     lines = folder.metrics()
     summary = folder.summary()
     config = read_config(folder)
-    info = describe(folder, lines)
+    info = describe_run(folder, lines)
     image_counts: list[list[int]] = []
     if partition is not None:
-        image_counts = plain(partition)
+        image_counts = json_ready(partition)
     reasons = []
     if folder.reason:
         reasons.append(folder.reason)
@@ -62,14 +73,14 @@ def write_report(
         page.notices(reasons),
         _cards(summary, [*_result(summary, lines), *_costs(summary, config, lines)]),
         section("Curves", curves),
-        section("On the test images", page.grid(tables.pooled(summary))),
-        section("By class (images; 95 % interval)", page.grid(tables.by_class(summary))),
+        section("On the test images", page.grid_table(tables.pooled(summary))),
+        section("By class (images; 95 % interval)", page.grid_table(tables.by_class(summary))),
         section(confusion_title, tables.confusion(summary)),
         section("Clients", tables.clients(summary, lines, image_counts, clients)),
         section("Data by client", tables.holdings(image_counts, classes, clients)),
         section("Representations", tables.representations(folder.path, lines, len(image_counts))),
         section("Not covered by the protection", _items(not_covered)),
-        section("Dropped clients", page.grid(tables.dropped(lines, clients))),
+        section("Dropped clients", page.grid_table(tables.dropped(lines, clients))),
         section("Warnings", _items(_warnings(folder.path / "log.txt"))),
         section("Local training", details),
         section("Figures", "".join(_pictures(folder.figures))),
@@ -174,7 +185,7 @@ def _protection(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> Card:
     dp = summary.get("privacy")
     if dp:
         guarantee = f"differential privacy at δ = {dp['delta']:.2g}; {visible}"
-        return "Protection", f"ε = {epsilon(dp['epsilon'])}", guarantee
+        return "Protection", f"ε = {format_epsilon(dp['epsilon'])}", guarantee
     return "Protection", aggregation, visible
 
 
@@ -196,8 +207,8 @@ def _facts(values: Mapping[str, Any]) -> str:
     """Return nested values as a table of labels and texts."""
     texts = {}
     for key, value in page.flatten(values).items():
-        texts[label(key)] = show(key, value)
-    return page.facts(texts)
+        texts[label(key)] = format_value(key, value)
+    return page.facts_table(texts)
 
 
 def _environment(folder: RunRecord) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def list_runs(root: Path | str) -> list[RunInfo]:
         if _is_inside_run(path, root):
             continue
         try:
-            infos.append(describe(RunRecord(path.parent), None, root))
+            infos.append(describe_run(RunRecord(path.parent), None, root))
         except FedgraftError as error:
             log.warning("left out of the list: %s", error)
     return infos
@@ -138,7 +138,7 @@ def _is_inside_run(path: Path, root: Path) -> bool:
     return any((parent / "run.json").exists() for parent in parents_below_root)
 
 
-def describe(run: RunRecord, lines: Sequence[Mapping[str, Any]] | None = None, root: Path | None = None) -> RunInfo:
+def describe_run(run: RunRecord, lines: Sequence[Mapping[str, Any]] | None = None, root: Path | None = None) -> RunInfo:
     """Return status and results of one run, from its metrics (read if None) and its summary.
 
     The run is named by its path below `root`, or by its folder's name.

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgraft.core.files import plain
-from fedgraft.report.html import Rows, grid, safe
+from fedgraft.core.files import json_ready
+from fedgraft.report.html import Rows, grid_table, safe
 from fedgraft.report.representation_figures import by_client, read_mixing
 from fedgraft.report.values import NONE, column, label, metric
 
@@ -77,7 +77,7 @@ def confusion(summary: Mapping[str, Any]) -> str:
         for interval, accuracy in zip(bins, accuracies, strict=True):
             rows.append({"mean confidence": f"{100 * interval['confidence']:.0f} %", "accuracy": accuracy})
         parts.append("<h3>Reliability: accuracy by confidence</h3>")
-        parts.append(grid(rows))
+        parts.append(grid_table(rows))
     return "".join(parts)
 
 
@@ -99,7 +99,7 @@ def clients(summary: Mapping[str, Any], lines: Rows, image_counts: Counts, names
     table = []
     for name, cells in rows.items():
         table.append({"client": name, **cells})
-    return grid(_even(table)) + _truncation_note(len(image_counts), _ROWS)
+    return grid_table(_even(table)) + _truncation_note(len(image_counts), _ROWS)
 
 
 def _participation(lines: Rows) -> dict[int, dict[str, Any]]:
@@ -151,7 +151,7 @@ def representations(run: Path, lines: Rows, clients: int) -> str:
             rows[str(client)] = list(scores.values())
         parts.append(f"<h3>SVCCA with the model sent to the client, by layer</h3>{_heat_table(rows, layers)}")
     for title, matrix in read_mixing(run, clients).items():
-        rows = {str(client): values for client, values in enumerate(plain(matrix))}
+        rows = {str(client): values for client, values in enumerate(json_ready(matrix))}
         parts.append(f"<h3>Mixing weights between clients, {title}</h3>{_heat_table(rows, range(len(rows)))}")
     return "".join(parts)
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedgraft.core.files import plain
+from fedgraft.core.files import json_ready
 
 NONE = "–"
 """Stands for a missing value."""
@@ -69,7 +69,7 @@ def percent(share: float | None, digits: int = 2) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def epsilon(spent: float | None) -> str:
+def format_epsilon(spent: float | None) -> str:
     """Return an epsilon of differential privacy as text; summary.json holds null where it is infinite."""
     if spent is None or not math.isfinite(spent):
         return "infinite (no meaningful guarantee)"
@@ -145,7 +145,7 @@ def total_of(lines: Sequence[Mapping[str, Any]], key: str) -> int:
     return total
 
 
-def show(name: str, value: Any) -> str:
+def format_value(name: str, value: Any) -> str:
     """Return a value as text, formatted by its name: shares in percent, bytes, seconds as a clock."""
     if value is None or value == "":
         return NONE
@@ -154,7 +154,7 @@ def show(name: str, value: Any) -> str:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return ", ".join(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return json.dumps(plain(value))
+        return json.dumps(json_ready(value))
     last = name.rsplit(".", 1)[-1]
     if "bytes" in name:
         return size(value)
@@ -187,7 +187,7 @@ def column(values: Sequence[Any]) -> list[str]:
 def cell(value: Any, digits: int | None = None) -> str:
     """Return a metric with its evidence in short: 68 % (13 of 19; 46 to 85 %)."""
     if not isinstance(value, Mapping):
-        return show("", value)
+        return format_value("", value)
     number, evidence = metric(value, digits)
     if not evidence:
         return number

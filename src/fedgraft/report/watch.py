@@ -34,7 +34,7 @@ _CLIENTS = 12  # clients shown, the highest losses first
 _RECENT = 20  # rounds from which the time left is estimated
 
 
-def watch(folder: Path, console: Console, once: bool = False, every: float = 1.0) -> None:
+def watch_run(folder: Path, console: Console, once: bool = False, every: float = 1.0) -> None:
     """Show a run until it ends, or one frame of it."""
     run = RunRecord.open(folder)
     if once or run.status != "running":

@@ -15,7 +15,7 @@ from fedgraft.config.load import from_folder
 from fedgraft.config.options import Config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.examples import FeatureExamples
-from fedgraft.edit.lora import adapter_layers, merge
+from fedgraft.edit.lora import adapter_layers, merge_lora
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs import checkpoint
 from fedgraft.runs.checkpoint import Checkpoint
@@ -60,7 +60,7 @@ class Adapted:
         """Return a copy of the adapted network with low-rank factors merged into the weights."""
         network = copy.deepcopy(self.network)
         if adapter_layers(network):
-            merge(network)
+            merge_lora(network)
         return network
 
 

@@ -10,8 +10,8 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 from fedgraft.edit import edit_file
 from fedgraft.models.card import Card
-from fedgraft.models.export import atomic_folder, check_free, export, write_labels
-from fedgraft.report.values import epsilon
+from fedgraft.models.export import atomic_folder, check_free, export_model, write_labels
+from fedgraft.report.values import format_epsilon
 from fedgraft.runs.adapted import Adapted, adapted
 from fedgraft.runs.edit_files import edit_of
 from fedgraft.runs.folder import RunFolder
@@ -44,7 +44,7 @@ def deliver(run: Adapted, summary: Summary, to: Path | str, kind: str = "merged"
 
 def _merged(run: Adapted, card: Card, to: Path, name: str) -> Path:
     """Write the adapted network, low-rank factors merged, with the preprocessing of its training."""
-    return export(run.plain(), to, run.classes, run.setup.task.transform.preprocessor, card.text())
+    return export_model(run.plain(), to, run.classes, run.setup.task.transform.preprocessor, card.text())
 
 
 def _adapter(run: Adapted, card: Card, to: Path, name: str) -> Path:
@@ -60,7 +60,7 @@ def _edit(run: Adapted, card: Card, to: Path, name: str) -> Path:
     """Write what training changed in the base as one small file, `adapted.edit`."""
     edit = edit_of(run, name)
     with atomic_folder(to) as new_folder:
-        edit_file.save(edit, new_folder / "adapted.edit")
+        edit_file.save_edit(edit, new_folder / "adapted.edit")
         write_labels(new_folder, run.classes)
         (new_folder / "README.md").write_text(card.text("edit"), encoding="utf-8")
     return to
@@ -144,7 +144,7 @@ def _protection(run: Adapted, summary: Summary) -> str:
         phrases.append(summary["protection"])
     account = summary.get("privacy")
     if account is not None:
-        phrases.append(f"epsilon {epsilon(account['epsilon'])} at delta {account['delta']:.3g}, per client")
+        phrases.append(f"epsilon {format_epsilon(account['epsilon'])} at delta {account['delta']:.3g}, per client")
         for gap in account.get("not_covered", []):
             phrases.append(f"not covered: {gap}")
     elif privacy.noise is None:

@@ -126,12 +126,12 @@ def _classes_of_head(edit: Edit) -> int | None:
 
 def apply_to_folder(edit: Edit, base: EditBase, to: Path, scale: float = 1.0) -> Path:
     """Write base + scale * edit as a `transformers` folder; a base the edit does not fit is refused."""
-    from fedgraft.models.export import export
+    from fedgraft.models.export import export_model
 
     network, names, preprocessor = base.load(edit)
-    task_vectors.apply(network, edit, scale)
+    task_vectors.apply_edit(network, edit, scale)
     card = Card(f"{base.model} with the edit {edit.name}", "see the edit", network.source, network.licence)
-    return export(network, to, names, preprocessor, card.text())
+    return export_model(network, to, names, preprocessor, card.text())
 
 
 MERGE_OPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -256,7 +256,7 @@ def add_files(
 ) -> Edit:
     """Merge edits of one base into a new file, by default into their sum; return the merged edit."""
     rule = rule or MergeRule()
-    edits = [edit_file.load(file) for file in files]
+    edits = [edit_file.load_edit(file) for file in files]
     if rule.rule != "sum" and scales:
         are_weights = min(scales) >= 0 and 0 < sum(scales) < math.inf
         if not are_weights:
@@ -266,8 +266,8 @@ def add_files(
                 "give none below 0, and not only 0",
                 rule=rule.rule,
             )
-    merged = task_vectors.add(edits, scales, merge=rule.merge(edits))
-    edit_file.save(merged, to, half)
+    merged = task_vectors.add_edits(edits, scales, merge=rule.merge(edits))
+    edit_file.save_edit(merged, to, half)
     return merged
 
 
@@ -283,4 +283,4 @@ def sweep_on_run(edit: Edit, folder: Path, lambdas: Sequence[float]) -> list[tup
             "set data.validation",
             path=str(folder),
         )
-    return task_vectors.sweep(run.base(), edit, lambdas, lambda network: evaluate(network, images, rows))
+    return task_vectors.sweep_scale(run.base(), edit, lambdas, lambda network: evaluate(network, images, rows))

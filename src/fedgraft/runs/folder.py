@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import logging_to, make_folder, plain, repair
+from fedgraft.core.files import json_ready, logging_to, make_folder, repair
 from fedgraft.core.store import LockTaken, locked, write_all, write_text
 from fedgraft.report.run_record import RunRecord
 
@@ -97,7 +97,7 @@ class RunFolder(RunRecord):
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Add one round to the metrics in one write; numbers JSON cannot hold (NaN, infinity) become null."""
-        data = json.dumps(plain(line), separators=(",", ":")).encode() + b"\n"
+        data = json.dumps(json_ready(line), separators=(",", ":")).encode() + b"\n"
         descriptor = self._writable()
         size_before = os.fstat(descriptor).st_size
         try:
@@ -163,7 +163,7 @@ class RunFolder(RunRecord):
         `stopped` is the reason of a callback that ended the run early; such a run can be continued.
         """
         self.sync()
-        self._write_json("summary.json", plain(summary))
+        self._write_json("summary.json", json_ready(summary))
         if stopped:
             self._end = ("stopped", stopped)
         else:

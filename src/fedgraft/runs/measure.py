@@ -175,7 +175,7 @@ class Measure:
         if not self.needs_sums:
             return Measurement(plain, {})
         sums = [validated_sums(response, classes) for response in responses]
-        return Measurement(plain, scores.merge(sums, classes))
+        return Measurement(plain, scores.merge_scores(sums, classes))
 
     def _measure_by_hidden_sum(self, vector: Tensor, round: int, split: str, clients: Sequence[int]) -> Measurement:
         """Measure the common model by a secure sum of the clients' scores."""

@@ -20,7 +20,7 @@ from fedgraft.data.pixels.rule import Unreadable
 from fedgraft.data.pixels.transforms import Transform, rule_for
 from fedgraft.data.sources import Dataset, open_path
 from fedgraft.data.sources.assemble import readable
-from fedgraft.local.features import look
+from fedgraft.local.features import evaluate_batch
 from fedgraft.metrics import scores
 from fedgraft.metrics.metrics import Metric, compute
 from fedgraft.models.backbones import load_network
@@ -110,7 +110,7 @@ class Predictor:
         if not batch:
             return []
         pixels = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
-        logits = look(self.network, self.transform(pixels), self.network)
+        logits = evaluate_batch(self.network, self.transform(pixels), self.network)
         probabilities = logits.softmax(1).cpu()
         # By the logits: probabilities may round to the same number where logits differ.
         likeliest = scores.predicted_classes(logits.float()).tolist()
@@ -126,11 +126,11 @@ class Predictor:
 
         def batch_sums(rows: Tensor) -> dict[str, Tensor]:
             """Return the sums for metrics over one batch."""
-            logits = look(self.network, examples.batch(rows), lambda x: self.network(x, examples.entry))
-            return scores.count(logits.float().cpu(), examples.labels[rows], classes)
+            logits = evaluate_batch(self.network, examples.batch(rows), lambda x: self.network(x, examples.entry))
+            return scores.count_scores(logits.float().cpu(), examples.labels[rows], classes)
 
         batches = torch.arange(len(examples)).split(BATCH)
-        sums = scores.merge(map(batch_sums, batches), classes)
+        sums = scores.merge_scores(map(batch_sums, batches), classes)
         return ModelMetrics(len(examples), compute(sums, self.classes), tuple(self.classes), tuple(skipped))
 
     def evaluate(self, data: Dataset | str | Path) -> ModelMetrics:

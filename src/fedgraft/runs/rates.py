@@ -6,7 +6,7 @@ import torch
 
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.edit.trainable import HEAD
-from fedgraft.local.features import features
+from fedgraft.local.features import feature_batches
 from fedgraft.runs.task import Task
 
 FROM_RANDOM = 5
@@ -43,7 +43,7 @@ def head_curvature(task: Task, algorithm: Algorithm, count: int = 128) -> float 
     rows = task.data.validation_rows[:count]
     if not len(rows) or not algorithm.leaves_head_rate:
         return None
-    batches = [pooled for _, pooled in features(task.network, task.eval_images, rows)]
+    batches = [pooled for _, pooled in feature_batches(task.network, task.eval_images, rows)]
     pooled_features = torch.cat(batches)  # (n, width)
     largest = float(torch.linalg.matrix_norm(pooled_features.double(), 2)) ** 2 / len(pooled_features)
     return largest / task.network.classes or None

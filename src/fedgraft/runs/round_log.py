@@ -19,7 +19,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.core.files import plain, read_metrics, repair, without_timing
+from fedgraft.core.files import json_ready, read_metrics, repair, without_timing
 from fedgraft.core.store import write_text
 from fedgraft.runs import checkpoint
 from fedgraft.runs.checkpoint import BadCheckpoint
@@ -60,7 +60,7 @@ def _content_digest(tensor: Tensor, known: TensorDigests) -> str:
 
 def line_digest(line: Mapping[str, Any]) -> str:
     """Return the digest of a line of metrics.jsonl without its times."""
-    (timeless,) = without_timing([plain(line)])
+    (timeless,) = without_timing([json_ready(line)])
     return hashlib.sha256(_text(timeless).encode()).hexdigest()
 
 
@@ -117,7 +117,7 @@ class RoundLog:
             "state": state_digest(state, self.known),
             "line": line_digest(line),
             "model": state_digest({"vector": state["vector"]}, self.known),
-            **plain(facts),
+            **json_ready(facts),
         }
         self.known = {key: digest for key, digest in self.known.items() if digest[0]() is not None}
         try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.core.files import plain
+from fedgraft.core.files import json_ready
 from fedgraft.core.state import ServerState
 from fedgraft.report.html import csv_row, flatten
 from fedgraft.runs.callbacks import Callback
@@ -59,7 +59,7 @@ class TensorBoard:
         if after:
             purge_step = after + 1
         self.writer = SummaryWriter(str(self.folder), purge_step=purge_step)
-        self.writer.add_text("config", f"```\n{json.dumps(plain(config), indent=2)}\n```")
+        self.writer.add_text("config", f"```\n{json.dumps(json_ready(config), indent=2)}\n```")
 
     def log(self, round: int, metrics: Mapping[str, Any]) -> None:
         """Add one scalar per number."""
@@ -85,13 +85,13 @@ class Wandb:
             import wandb
         except ImportError as error:
             raise MissingExtra("wandb", "wandb", "the Weights & Biases tracker") from error
-        identity = json.dumps([name, plain(config)], sort_keys=True).encode()
+        identity = json.dumps([name, json_ready(config)], sort_keys=True).encode()
         mode: Any = os.environ.get("WANDB_MODE", "offline")
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "fedgraft"),
             name=name,
             dir=str(self.folder),
-            config=plain(config),
+            config=json_ready(config),
             id=hashlib.blake2b(identity, digest_size=8).hexdigest(),
             resume="allow",
             mode=mode,
@@ -131,7 +131,7 @@ class MLflow:
             experiment_id = self.client.create_experiment(project)
         tags = {"resumed_after": str(after)}
         self.run = self.client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
-        for key, value in flatten(plain(config)).items():
+        for key, value in flatten(json_ready(config)).items():
             self.client.log_param(self.run, key, str(value)[:500])
 
     def log(self, round: int, metrics: Mapping[str, Any]) -> None:
@@ -240,7 +240,7 @@ def require(names: Iterable[str]) -> None:
 
 def numbers_of_line(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a metrics line, flat, without the round itself and without missing values."""
-    row = csv_row(plain(metrics))
+    row = csv_row(json_ready(metrics))
     row.pop("round", None)
     return _floats(row)
 
@@ -248,7 +248,7 @@ def numbers_of_line(metrics: Mapping[str, Any]) -> dict[str, float]:
 def _floats(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the values that are numbers."""
     floats = {}
-    for key, value in plain(values).items():
+    for key, value in json_ready(values).items():
         if isinstance(value, int | float):
             floats[key] = float(value)
     return floats

@@ -6,7 +6,7 @@ import math
 
 from fedgraft.config.build import budget
 from fedgraft.privacy.accounting import LARGE_EPSILON, gaussian_epsilon
-from fedgraft.report.values import epsilon
+from fedgraft.report.values import format_epsilon
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.setup import RunSetup
@@ -129,7 +129,7 @@ def _meaningless_epsilon(setup: RunSetup) -> list[str]:
         return []
     return [
         f"privacy.dp.noise={account.noise:g} gives no meaningful guarantee: after {account.planned} rounds epsilon "
-        f"is {epsilon(account.epsilon)}; raise the noise or set privacy.dp.epsilon"
+        f"is {format_epsilon(account.epsilon)}; raise the noise or set privacy.dp.epsilon"
     ]
 
 

@@ -31,7 +31,16 @@ from fedgraft.server.validate import (
     without_outliers,
 )
 
-__all__ = ["Arrival", "Collected", "Engine", "ServerContext", "collect", "describe", "expectation", "relative_drift"]
+__all__ = [
+    "Arrival",
+    "Collected",
+    "Engine",
+    "ServerContext",
+    "collect",
+    "describe_clients",
+    "expectation",
+    "relative_drift",
+]
 log = logging.getLogger("fedgraft")
 EVIDENCE = 1e9
 """Largest absolute value in a tensor that a client shows by itself: products of larger ones overflow."""
@@ -273,7 +282,7 @@ def read_answers(accepted: Sequence[Accepted], state: ServerState, context: Serv
             active.append(unpack_bits(active_bits, context.trained))
     updates = [item.update for item in accepted if item.update is not None]
     if active:
-        updates = [spread(update, coordinates) for update, coordinates in zip(updates, active, strict=True)]
+        updates = [spread_update(update, coordinates) for update, coordinates in zip(updates, active, strict=True)]
     example_counts = [context.example_counts.counted(item.response.examples) for item in accepted]
     return Answers(
         tuple(item.response.client for item in accepted),
@@ -290,14 +299,14 @@ def read_answers(accepted: Sequence[Accepted], state: ServerState, context: Serv
     )
 
 
-def spread(update: Tensor, active: Tensor) -> Tensor:
+def spread_update(update: Tensor, active: Tensor) -> Tensor:
     """Return an update of the active coordinates as one of all coordinates, zero elsewhere."""
     full = torch.zeros(len(active))
     full[active] = update
     return full
 
 
-def describe(answers: Answers, collected: Collected, weights: Tensor, advanced: Advanced) -> dict[str, Any]:
+def describe_clients(answers: Answers, collected: Collected, weights: Tensor, advanced: Advanced) -> dict[str, Any]:
     """Return the numbers of a round by client: loss, update norm, drift, cosine to the mean."""
     shares = weights / weights.sum()
     drift = drift_report(answers.updates, advanced.update[: len(answers.updates[0])])

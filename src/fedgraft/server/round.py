@@ -20,7 +20,7 @@ from fedgraft.core.client_memory import ClientMemory, Remembering
 from fedgraft.core.messages import Response, message_digest
 from fedgraft.core.state import Federation, ServerState
 from fedgraft.server import sample as server
-from fedgraft.server.collect import Collected, Engine, ServerContext, collect, describe, relative_drift
+from fedgraft.server.collect import Collected, Engine, ServerContext, collect, describe_clients, relative_drift
 from fedgraft.server.validate import LARGEST, Rejection, largest
 
 __all__ = ["Engine", "RoundSummary", "ServerContext", "run_round"]
@@ -133,7 +133,7 @@ def advance(algorithm: Algorithm, step: Step, collected: Collected, context: Ser
         if error.least > step.federation.per_round:  # even a full cohort would be too small
             raise
         return server.skip(step.state), {"skipped": True}, {}
-    record = describe(answers, collected, weights, advanced)
+    record = describe_clients(answers, collected, weights, advanced)
     median_norm = statistics.median(item.norm for item in collected.accepted)
     norm_per_rate = median_norm / step.lr if step.lr > 0 else 0.0
     norms = (*step.state.norms, norm_per_rate)[-NORM_HISTORY:]

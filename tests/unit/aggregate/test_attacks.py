@@ -25,7 +25,7 @@ def benign(clients: int = 8, size: int = 60, spread: float = 0.3) -> Tensor:
 def test_every_attack_has_the_right_shape_and_repeats(name: str) -> None:
     updates = benign()
     kept = updates.clone()
-    first, second = (attacks.attack(name, updates, 2, stream(5)) for _ in range(2))
+    first, second = (attacks.attacker_updates(name, updates, 2, stream(5)) for _ in range(2))
     assert first.shape == (2, 60)
     assert first.dtype == torch.float32
     assert torch.equal(first.nan_to_num(7), second.nan_to_num(7))
@@ -38,7 +38,7 @@ def test_definitions() -> None:
     mean, std = updates.mean(0), updates.std(0)
 
     def lie(name: str, **options: Any) -> Tensor:
-        return attacks.attack(name, updates, 2, stream(), own=own, **options)
+        return attacks.attacker_updates(name, updates, 2, stream(), own=own, **options)
 
     torch.testing.assert_close(lie("sign_flip", scale=3.0), -3 * own)
     torch.testing.assert_close(lie("scaling"), own * 5)  # (8 + 2) / 2
@@ -53,9 +53,9 @@ def test_definitions() -> None:
 
 def test_gaussian_scale() -> None:
     updates = benign(8, 20_000)
-    noise = attacks.attack("gaussian", updates, 1, stream(), scale=4.0)
+    noise = attacks.attacker_updates("gaussian", updates, 1, stream(), scale=4.0)
     assert float(noise.std()) == pytest.approx(4 * float(updates.square().mean().sqrt()), rel=0.03)
-    assert not torch.equal(noise, attacks.attack("gaussian", updates, 1, stream(1), scale=4.0))
+    assert not torch.equal(noise, attacks.attacker_updates("gaussian", updates, 1, stream(1), scale=4.0))
 
 
 def test_alie_z_by_hand() -> None:
@@ -67,8 +67,8 @@ def test_alie_z_by_hand() -> None:
 def test_replacement_replaces_the_mean() -> None:
     """Scaling by all / liars makes the plain mean the liars' wish when the honest changes are near zero."""
     updates, own = 1e-4 * benign(), torch.ones(2, 60)
-    sent = attacks.attack("scaling", updates, 2, stream(), own=own)
-    mean = robust.mean()(torch.cat([updates, sent]), torch.ones(10))
+    sent = attacks.attacker_updates("scaling", updates, 2, stream(), own=own)
+    mean = robust.mean_rule()(torch.cat([updates, sent]), torch.ones(10))
     torch.testing.assert_close(mean, torch.ones(60), atol=1e-3, rtol=0)
 
 
@@ -80,11 +80,11 @@ def test_trimmed_mean_after_mixing_bears_what_the_mean_does_not(name: str) -> No
         "sign_flip": {"scale": 10.0},
         "scaling": {"factor": -50.0},
     }
-    stack = torch.cat([updates, attacks.attack(name, updates, 3, stream(), **table.get(name, {}))])
+    stack = torch.cat([updates, attacks.attacker_updates(name, updates, 3, stream(), **table.get(name, {}))])
     rule = robust.prepared(robust.trimmed_mean(0.2), robust.nearest_mixing(3))
     target = updates.mean(0)
     kept = (rule(stack, torch.ones(15)) - target).norm() / target.norm()
-    bare = (robust.mean()(stack, torch.ones(15)) - target).norm() / target.norm()
+    bare = (robust.mean_rule()(stack, torch.ones(15)) - target).norm() / target.norm()
     assert kept < 0.25
     if name not in ("alie", "zero"):
         assert not bare < 0.5  # NaN is not below anything
@@ -109,8 +109,8 @@ def test_stamp(dtype: torch.dtype) -> None:
 
 def test_refusals() -> None:
     with raises("E-ENGINES-ATTACK-NAME", attack="bribe"):
-        attacks.attack("bribe", benign(), 1, stream())
+        attacks.attacker_updates("bribe", benign(), 1, stream())
     with raises("E-ENGINES-ATTACK-SHAPE"):
-        attacks.attack("zero", benign(), 2, stream(), own=torch.zeros(1, 60))
+        attacks.attacker_updates("zero", benign(), 2, stream(), own=torch.zeros(1, 60))
     with raises("E-ENGINES-TRIGGER-SIZE"):
         attacks.stamp(torch.zeros(1, 4, 4), 5)

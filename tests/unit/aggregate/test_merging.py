@@ -126,7 +126,7 @@ def edits(folder: Path) -> tuple[list[Path], list[task_vectors.Edit]]:
     ]
     files = [folder / f"{i}.safetensors" for i in range(3)]
     for edit, file in zip(made, files, strict=True):
-        edit_file.save(edit, file)
+        edit_file.save_edit(edit, file)
     return files, made
 
 
@@ -135,11 +135,13 @@ def test_edits_are_merged_as_files(tmp_path: Path) -> None:
     rows = torch.stack([edit.update() for edit in made])
     found = add_files(files, None, tmp_path / "ties", rule=MergeRule("ties", 0.5))
     assert torch.equal(found.values, ties(rows, EVEN, 0.5))
-    assert torch.equal(edit_file.load(tmp_path / "ties").values, found.values)
+    assert torch.equal(edit_file.load_edit(tmp_path / "ties").values, found.values)
     dare = MergeRule("dare", 0.3, seed=4)
     twice = [add_files(files, None, tmp_path / f"dare{i}", rule=dare).values for i in range(2)]
     assert torch.equal(*twice) and not torch.equal(twice[0], weighted_mean(rows, EVEN))
-    assert torch.equal(add_files(files, [1, 2, 1], tmp_path / "sum").values, task_vectors.add(made, [1, 2, 1]).values)
+    assert torch.equal(
+        add_files(files, [1, 2, 1], tmp_path / "sum").values, task_vectors.add_edits(made, [1, 2, 1]).values
+    )
     with raises("E-RUN-MERGE-RULE", rule="slerp"):
         add_files(files, None, tmp_path / "no", rule=MergeRule("slerp"))
     with raises("E-RUN-MERGE-RUNS", edits=3, runs=0):

@@ -219,7 +219,7 @@ def test_claimed_weights_do_not_matter(rule: robust.Rule) -> None:
     claimed = torch.ones(11)
     claimed[0] = 1e9
     assert torch.equal(rule(updates, torch.ones(11)), rule(updates, claimed))
-    assert not torch.allclose(robust.mean()(updates, torch.ones(11)), robust.mean()(updates, claimed))
+    assert not torch.allclose(robust.mean_rule()(updates, torch.ones(11)), robust.mean_rule()(updates, claimed))
 
 
 @by_rule
@@ -233,7 +233,7 @@ def test_planted_liars_are_outvoted(rule: robust.Rule, lie: float) -> None:
     kept = updates.clone()
     assert (rule(updates, torch.ones(11)) - benign).abs().max() < 0.5
     assert torch.equal(updates, kept) or lie != lie  # the input stack is not touched
-    far = robust.mean()(updates, torch.ones(11)) - benign
+    far = robust.mean_rule()(updates, torch.ones(11)) - benign
     assert not bool((far.abs() < 0.5).all())
 
 

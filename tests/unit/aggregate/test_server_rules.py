@@ -44,8 +44,8 @@ by_rule = pytest.mark.parametrize("rule", EVERY.values(), ids=EVERY.keys())
 def test_golden_two_steps() -> None:
     """One coordinate at 1, changes 0.5 then 0.25 (all exact in binary)."""
     updates, one = torch.tensor([[0.5], [0.25]]), torch.ones(1)
-    assert run(rules.plain(), one, updates).item() == 1.75
-    assert run(rules.plain(lr=2.0), one, updates).item() == 2.5
+    assert run(rules.plain_rule(), one, updates).item() == 1.75
+    assert run(rules.plain_rule(lr=2.0), one, updates).item() == 2.5
     # v1 = .5, x1 = 1.5; v2 = .5*.5 + .25 = .5, x2 = 2
     assert run(rules.momentum(beta=0.5), one, updates).item() == 2.0
     # m1 = .25, v1 = .125; x1 = 1 + .25 / (sqrt .125 + 1); m2 = .125 + .125 = .25, v2 = .0625 + .03125 = .09375
@@ -68,14 +68,14 @@ def test_yogi_differs_from_adam_when_the_change_shrinks() -> None:
 def test_scaffold_moves_the_control_by_the_sum_over_all_clients() -> None:
     # K = 10, |S| = 4, each c_k' - c_k = 5: (4 / 10) * 5 = 2.
     info = rules.RoundInfo(10, 4, sums={"control": sum_unweighted([torch.tensor([5.0])] * 4)})
-    rule = rules.scaffold(lr=0.5)
+    rule = rules.scaffold_rule(lr=0.5)
     x, state = rule.step(torch.ones(1), torch.tensor([4.0]), rule.init(1), info)
     assert (x.item(), state["control"].item()) == (3.0, 2.0)
 
 
 def test_scaffold_with_one_client_is_sgd() -> None:
     """One client, control variates zero at the start: c_k = c ever after, so the correction c - c_k is zero."""
-    rule, lr, steps = rules.scaffold(), 0.1, 3
+    rule, lr, steps = rules.scaffold_rule(), 0.1, 3
     x, state, own = torch.tensor([2.0]), rule.init(1), torch.zeros(1)
     plain = x.clone()
     for _ in range(4):
@@ -99,11 +99,13 @@ def test_feddyn_by_the_letter_and_at_zero() -> None:
         for update in updates:
             h = h - alpha * (4 * update) / 10
             x = (x + update) - h / alpha
-        torch.testing.assert_close(run(rules.feddyn(alpha), start, updates), x)
-    torch.testing.assert_close(run(rules.feddyn(1e-6), start, updates), run(rules.feddyn(1.0), start, updates))
-    assert torch.equal(run(rules.feddyn(0.0), start, updates), run(rules.plain(), start, updates))
+        torch.testing.assert_close(run(rules.feddyn_rule(alpha), start, updates), x)
+    torch.testing.assert_close(
+        run(rules.feddyn_rule(1e-6), start, updates), run(rules.feddyn_rule(1.0), start, updates)
+    )
+    assert torch.equal(run(rules.feddyn_rule(0.0), start, updates), run(rules.plain_rule(), start, updates))
     with raises("E-AGGREGATE-FEDDYN-ALPHA"):
-        rules.feddyn(-1.0)
+        rules.feddyn_rule(-1.0)
 
 
 def test_fednova_equals_fedavg_for_equal_steps() -> None:
@@ -112,7 +114,7 @@ def test_fednova_equals_fedavg_for_equal_steps() -> None:
     average = start + weighted_mean(updates, counts)
     tau = sgdm(momentum=0.9).effective_steps(7)
     sent = rules.RoundInfo(10, 3, scalars={"tau": tau})
-    nova, _ = rules.fednova().step(start, weighted_mean(updates / tau, counts), {}, sent)
+    nova, _ = rules.fednova_rule().step(start, weighted_mean(updates / tau, counts), {}, sent)
     torch.testing.assert_close(nova, average)
 
 
@@ -120,7 +122,7 @@ def test_fednova_with_unequal_steps_by_hand() -> None:
     # p = (1/2, 1/2), steps (1, 3): tau_eff = 2; d = (1, 9/3) = (1, 3), mean 2; x = 0 + 2 * 2 = 4 (FedAvg: 5).
     updates, counts, lengths = [torch.tensor([1.0]), torch.tensor([9.0])], torch.ones(2), torch.tensor([1.0, 3.0])
     normal = [c / n for c, n in zip(updates, lengths, strict=True)]
-    x, _ = rules.fednova().step(
+    x, _ = rules.fednova_rule().step(
         torch.zeros(1), weighted_mean(normal, counts), {}, rules.RoundInfo(2, 2, scalars={"tau": 2.0})
     )
     assert x.item() == 4.0
@@ -133,11 +135,11 @@ def test_fedgma_by_hand() -> None:
     agreement = rules.sign_agreement(updates, counts)
     assert agreement.tolist() == [1.0, 0.5, 0.75]
     mean, info = weighted_mean(updates, counts), rules.RoundInfo(2, 2, sums={"agreement": agreement})  # (1, -2, 3)
-    soft, _ = rules.fedgma(0.7).step(torch.zeros(3), mean, {}, info)
-    hard, _ = rules.fedgma(0.7, soft=False).step(torch.zeros(3), mean, {}, info)
+    soft, _ = rules.fedgma_rule(0.7).step(torch.zeros(3), mean, {}, info)
+    hard, _ = rules.fedgma_rule(0.7, soft=False).step(torch.zeros(3), mean, {}, info)
     assert soft.tolist() == [1.0, -1.0, 3.0]
     assert hard.tolist() == [1.0, 0.0, 3.0]
-    average, _ = rules.fedgma(0.0).step(torch.zeros(3), mean, {}, info)
+    average, _ = rules.fedgma_rule(0.0).step(torch.zeros(3), mean, {}, info)
     assert torch.equal(average, mean)
 
 
@@ -145,7 +147,7 @@ def test_agreement_at_the_threshold_counts() -> None:
     """Seven of ten against three is 0.4, though 7 * 0.1 - 3 * 0.1 is 0.39999999999999997 in floating point."""
     updates = [torch.ones(1)] * 7 + [-torch.ones(1)] * 3
     info = rules.RoundInfo(10, 10, sums={"agreement": rules.sign_agreement(updates, torch.ones(10))})
-    x, _ = rules.fedgma(0.4, soft=False).step(torch.zeros(1), torch.ones(1), {}, info)
+    x, _ = rules.fedgma_rule(0.4, soft=False).step(torch.zeros(1), torch.ones(1), {}, info)
     assert x.item() == 1.0
 
 
@@ -187,8 +189,8 @@ def test_buffers_take_the_plain_mean(rule: rules.ServerRule) -> None:
 
 def test_degenerate_settings_are_fedavg() -> None:
     x, updates = vectors(1, 30)[0], vectors(3, 30, 1)
-    assert torch.equal(run(rules.momentum(beta=0.0), x, updates), run(rules.plain(), x, updates))
-    assert torch.equal(run(rules.plain(), x, torch.zeros(3, 30)), x)
+    assert torch.equal(run(rules.momentum(beta=0.0), x, updates), run(rules.plain_rule(), x, updates))
+    assert torch.equal(run(rules.plain_rule(), x, torch.zeros(3, 30)), x)
 
 
 @pytest.mark.parametrize("name", ["scaffold", "fednova", "fedgma"])

@@ -65,7 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for kind, overrides in KINDS.items():
             running.run(load(None, [*OVERRIDES, *overrides]), root / kind, console=False)
             if kind != "own":
-                task_file.save(edit_of_run(root / kind, last=kind == "ridge"), root / f"{kind}.edit")
+                task_file.save_edit(edit_of_run(root / kind, last=kind == "ridge"), root / f"{kind}.edit")
     return root
 
 
@@ -123,14 +123,14 @@ def test_an_applied_edit_is_the_exported_run(kind: str, runs: Path, tmp_path: Pa
 
 
 def test_edits_are_bound_to_the_backbone_or_to_the_whole(runs: Path) -> None:
-    scopes = {kind: task_file.load(runs / f"{kind}.edit").scope for kind in KINDS if kind != "own"}
+    scopes = {kind: task_file.load_edit(runs / f"{kind}.edit").scope for kind in KINDS if kind != "own"}
     backbone = dict.fromkeys(("body", "sparse", "lora", "stack", "other_backbone"), "backbone.")
     assert scopes == {**backbone, "head": "", "masked_head": "", "ridge": ""}
     sizes = {kind: (runs / f"{kind}.edit").stat().st_size for kind in ("body", "sparse")}
     assert sizes["sparse"] < sizes["body"] / 5
     network = load_network("tiny", 7, 16)  # the same backbone under another head
-    edit = task_file.load(runs / "sparse.edit")
-    assert digest(network, scope="backbone.") == edit.base != task_file.load(runs / "other_backbone.edit").base
+    edit = task_file.load_edit(runs / "sparse.edit")
+    assert digest(network, scope="backbone.") == edit.base != task_file.load_edit(runs / "other_backbone.edit").base
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_adding_and_negating(runs: Path, tmp_path: Path) -> None:
     call("edit", "add", runs / "sparse.edit", runs / "lora.edit", "--scales", "1,0.5", "--to", tmp_path / "sum.edit")
     call("edit", "negate", runs / "sparse.edit", "--to", tmp_path / "minus.edit")
     one, two, total, minus = (
-        task_file.load(path)
+        task_file.load_edit(path)
         for path in (runs / "sparse.edit", runs / "lora.edit", tmp_path / "sum.edit", tmp_path / "minus.edit")
     )
     assert torch.equal(minus.update(), -one.update())
@@ -198,7 +198,7 @@ def test_adding_and_negating(runs: Path, tmp_path: Path) -> None:
         torch.testing.assert_close((p - start[name]).double().view(-1), wanted[name], rtol=1e-4, atol=1e-7)
     assert "3 scales" in refused("edit", "add", runs / "sparse.edit", "--scales", "1,2,3", "--to", tmp_path / "no")
     call("edit", "add", runs / "sparse.edit", tmp_path / "minus.edit", "--to", tmp_path / "zero.edit")
-    assert not task_file.load(tmp_path / "zero.edit").values.any()
+    assert not task_file.load_edit(tmp_path / "zero.edit").values.any()
 
 
 def test_fisher_information_is_of_the_model_that_the_edit_is_of(
@@ -206,7 +206,7 @@ def test_fisher_information_is_of_the_model_that_the_edit_is_of(
 ) -> None:
     """Of its last round where the edit is of that (the best of this run is its start), also from a file of halves."""
     call("edit", "save", runs / "ridge", tmp_path / "half.edit", "--half", "--last")
-    edit, seen = task_file.load(runs / "ridge.edit"), []
+    edit, seen = task_file.load_edit(runs / "ridge.edit"), []
     real = edit_files.squared_gradients
 
     def watched(network: VisionNetwork, *rest: Any) -> Tensor:
@@ -261,15 +261,15 @@ def test_an_empty_edit_is_refused(runs: Path, tmp_path: Path) -> None:
     sentence = refused("edit", "save", runs / "ridge", tmp_path / "none.edit")  # nothing beat the head it began with
     assert "began with" in sentence and "--last" in sentence and not (tmp_path / "none.edit").exists()
     call("edit", "save", runs / "ridge", tmp_path / "last.edit", "--last")
-    assert task_file.load(tmp_path / "last.edit").values.any()
+    assert task_file.load_edit(tmp_path / "last.edit").values.any()
 
 
 def test_inspecting_and_halving(runs: Path, tmp_path: Path) -> None:
     text = call("edit", "inspect", runs / "sparse.edit")
-    edit = task_file.load(runs / "sparse.edit")
+    edit = task_file.load_edit(runs / "sparse.edit")
     assert text.startswith("sparse: ") and f"{edit.space.size} coordinates" in text and "backbone.layers.1" in text
     call("edit", "save", runs / "sparse", tmp_path / "half.edit", "--half")
-    half = task_file.load(tmp_path / "half.edit")
+    half = task_file.load_edit(tmp_path / "half.edit")
     assert (tmp_path / "half.edit").stat().st_size < 0.75 * (runs / "sparse.edit").stat().st_size
     torch.testing.assert_close(half.values, edit.values, rtol=1e-3, atol=1e-3 * float(edit.values.abs().max()))
 

@@ -19,7 +19,7 @@ from fedgraft.data.pixels.transforms import Transform
 from fedgraft.data.sources import load_dataset
 from fedgraft.data.sources.features import load_features, make_feature_store
 from fedgraft.models.backbones import load_network
-from fedgraft.models.export import export
+from fedgraft.models.export import export_model
 from fedgraft.runs.loop import run
 from fedgraft.runs.predict import evaluate_run
 
@@ -155,4 +155,4 @@ def test_a_config_that_mixes_images_and_features_is_refused(tmp_path: Path, more
 def test_export_says_what_to_do_instead(tmp_path: Path) -> None:
     for name in ("features:width=8", "cnn:width=2,size=8"):
         with raises("E-MODELS-NO-EXPORT"):
-            export(load_network(name, 4), tmp_path / "out", None, {}, "")
+            export_model(load_network(name, 4), tmp_path / "out", None, {}, "")

@@ -21,7 +21,7 @@ from tests.support.errors import raises
 from tests.support.odd_images import bombs, noise, odd_images, png_header
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.data.pixels.rule import MAX_PIXELS, PixelRule, Unreadable, decode
+from fedgraft.data.pixels.rule import MAX_PIXELS, PixelRule, Unreadable, decode_image
 from fedgraft.data.pixels.transforms import Transform
 
 HALF = (0.5, 0.5, 0.5)
@@ -100,11 +100,11 @@ def test_every_kind_is_the_image_that_transformers_loads(odd: dict[str, Path]) -
     for kind, path in odd.items():
         expected = np.asarray(loaded(path))
         for source in (path, path.read_bytes()):
-            assert np.array_equal(np.asarray(decode(source)), expected), kind
+            assert np.array_equal(np.asarray(decode_image(source)), expected), kind
         with Image.open(path) as image:
             image.load()
             mode, info = image.mode, dict(image.info)
-            assert np.array_equal(np.asarray(decode(image)), expected), kind
+            assert np.array_equal(np.asarray(decode_image(image)), expected), kind
             assert (image.mode, dict(image.info)) == (mode, info), kind  # the caller's image is left alone
 
 
@@ -153,7 +153,7 @@ def test_a_wrong_rule_is_noticed(odd: dict[str, Path]) -> None:
     for other in (PixelRule(32, "squash", 36), PixelRule(32, "crop", 36, 2), PixelRule(32)):
         assert not np.array_equal(other.read(path), wanted)
         assert other.digest != rule.digest
-    square = torch.from_numpy(np.array(decode(odd["square.png"]))).permute(2, 0, 1)[None].float()
+    square = torch.from_numpy(np.array(decode_image(odd["square.png"]))).permute(2, 0, 1)[None].float()
     resized = torch.nn.functional.interpolate(square, (32, 32), mode="bicubic", antialias=True)
     assert not np.array_equal(resized[0].permute(1, 2, 0).round().clamp(0, 255), PixelRule(32).read(odd["square.png"]))
     laid = {**rule.to_preprocessor(MEAN, STD), "do_convert_rgb": True}
@@ -217,33 +217,33 @@ def test_impossible_rules_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_deep_grey_is_cut_off_as_transformers_does_unless_a_window_is_given(odd: dict[str, Path]) -> None:
     values = np.array([[0, 1000, 2000, 4000, 65_535]], dtype=np.uint16)
-    cut = decode(values)
+    cut = decode_image(values)
     assert np.asarray(cut)[0, :, 0].tolist() == [0, 255, 255, 255, 255]
     assert cut.info["grey_peak"] == 65_535
-    shown = decode(values, window=(1000, 4000))
+    shown = decode_image(values, window=(1000, 4000))
     assert np.asarray(shown)[0, :, 1].tolist() == [0, 0, 85, 255, 255]
-    assert "grey_peak" not in shown.info and "grey_peak" not in decode(odd["deep_low.png"]).info
+    assert "grey_peak" not in shown.info and "grey_peak" not in decode_image(odd["deep_low.png"]).info
     floats = np.array([[np.nan, -1, 0.5, 1]], dtype=np.float32)
-    assert np.asarray(decode(floats, window=(0, 1)))[0, :, 2].tolist() == [0, 0, 128, 255]
+    assert np.asarray(decode_image(floats, window=(0, 1)))[0, :, 2].tolist() == [0, 0, 128, 255]
     tall = np.arange(3_000_000, dtype=np.int32).reshape(-1, 1)  # seen in several strips
-    shown = decode(tall, window=(0, 255 << 14))
+    shown = decode_image(tall, window=(0, 255 << 14))
     assert np.array_equal(np.asarray(shown)[..., 0], np.rint(tall / 2**14))
-    assert decode(tall).info["grey_peak"] == 2_999_999
+    assert decode_image(tall).info["grey_peak"] == 2_999_999
     rule = PixelRule(8, window=(0.0, 4095.0))
     said = rule.to_preprocessor(MEAN, STD)
     assert PixelRule.from_preprocessor(said, 8) == rule
-    windowed = decode(odd["deep.png"], rule.window)  # what a user of the pipeline hands over instead of the path
+    windowed = decode_image(odd["deep.png"], rule.window)  # what a user of the pipeline hands over instead of the path
     assert torch.equal(theirs(said, windowed), ours(rule, odd["deep.png"]))
 
 
 def test_arrays() -> None:
     colour = noise(5, 7).astype(np.uint8)
-    assert np.array_equal(decode(colour), colour)
-    assert np.array_equal(decode(colour[..., :1]), colour[..., :1].repeat(3, 2))
-    assert np.array_equal(decode(np.dstack([colour, colour[..., 0]])), colour)
+    assert np.array_equal(decode_image(colour), colour)
+    assert np.array_equal(decode_image(colour[..., :1]), colour[..., :1].repeat(3, 2))
+    assert np.array_equal(decode_image(np.dstack([colour, colour[..., 0]])), colour)
     for wrong in (colour.astype(float), colour[None], colour[:0], np.zeros((3, 4), dtype=np.complex64)):
         with pytest.raises(Unreadable):
-            decode(wrong)
+            decode_image(wrong)
 
 
 def test_bombs_are_refused_by_their_headers(tmp_path: Path) -> None:
@@ -273,12 +273,12 @@ if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before > 100_000:
 
 def test_limits_are_limits(tmp_path: Path) -> None:
     image = Image.fromarray(noise(10, 11).astype(np.uint8))
-    assert decode(image, max_pixels=110).size == (11, 10)
+    assert decode_image(image, max_pixels=110).size == (11, 10)
     for source in (image, np.asarray(image)):
         with pytest.raises(Unreadable, match="11 x 10 pixels"):
-            decode(source, max_pixels=109)
+            decode_image(source, max_pixels=109)
     with pytest.raises(Unreadable, match="bytes"):
-        decode(bytes(8 * 100 + 1), max_pixels=100)
+        decode_image(bytes(8 * 100 + 1), max_pixels=100)
     for rule in (PixelRule(224), PixelRule(224, "squash")):  # small, but would grow on the way beyond all bounds
         with pytest.raises(Unreadable, match="unequal"):
             rule.fit(Image.new("RGB", (1, MAX_PIXELS // 500)))
@@ -298,11 +298,11 @@ def test_files_that_are_no_images(tmp_path: Path, odd: dict[str, Path]) -> None:
     for name, data in cases.items():
         (tmp_path / name).write_bytes(data)
         with pytest.raises(Unreadable, match=name.replace(".", r"\.")) as caught:
-            decode(tmp_path / name)
+            decode_image(tmp_path / name)
         assert str(caught.value).count("\n") == 0
     for missing in (tmp_path, tmp_path / "missing.png"):
         with pytest.raises(Unreadable, match="no such file"):
-            decode(missing)
+            decode_image(missing)
 
 
 @pytest.mark.shared

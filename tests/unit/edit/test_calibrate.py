@@ -14,7 +14,7 @@ from fedgraft.core.rng import torch_stream
 from fedgraft.edit.adaptive import AdaptiveSparsity, AdaptiveState
 from fedgraft.edit.calibrate import average, calibrate, energy_share, merge_masks, oneshot, progressive, softened
 from fedgraft.edit.choose import choose, magnitude_scores, random_scores
-from fedgraft.edit.fisher import Scores, fisher_scores
+from fedgraft.edit.fisher import Scores, estimate_fisher
 from fedgraft.edit.masks import Mask, jaccard, union
 from fedgraft.edit.scope import resolve
 
@@ -36,7 +36,7 @@ def scorer(net: nn.Module, fixed: bool = True) -> Callable[[int], Mapping[str, T
     def score(round: int) -> Mapping[str, Tensor]:
         draw = torch_stream(1, "data", 0 if fixed else round)
         inputs = torch.randn(32, 8, generator=draw)
-        return fisher_scores(
+        return estimate_fisher(
             net, [(inputs, torch.zeros(32).long())], "rademacher", None, draw, lambda x, _: net(x)
         ).mean()
 
@@ -220,7 +220,7 @@ def test_k_bias_without_effect_is_reported_and_head_stays_out() -> None:
     def score(round: int) -> Mapping[str, Tensor]:
         draw = torch_stream(3, "data", round)
         batch = (torch.randn(32, 5, 6, generator=draw), torch.zeros(32).long())
-        return fisher_scores(net, [batch], "rademacher", scope.maskable, draw).mean()
+        return estimate_fisher(net, [batch], "rademacher", scope.maskable, draw).mean()
 
     result = calibrate(score, "least_sensitive", 0.1, scope=scope)
     k_bias = "backbone.layers.0.attention.k_proj.bias"
@@ -263,7 +263,7 @@ def test_federated_scores_equal_central_ones() -> None:
     inputs, labels = torch.randn(60, 8, generator=draw), torch.randint(0, 4, (60,), generator=draw)
 
     def score(rows: slice) -> Scores:
-        return fisher_scores(net, [(inputs[rows], labels[rows])], "true", call=lambda x, _: net(x))
+        return estimate_fisher(net, [(inputs[rows], labels[rows])], "true", call=lambda x, _: net(x))
 
     clients = [score(rows) for rows in (slice(0, 5), slice(5, 25), slice(25, 60))]
     central = score(slice(0, 60)).mean()

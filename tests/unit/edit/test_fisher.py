@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgraft.core.rng import torch_stream
-from fedgraft.edit.fisher import ESTIMATORS, batch_gradient, fisher_scores
+from fedgraft.edit.fisher import ESTIMATORS, batch_gradient, estimate_fisher
 
 torch.set_num_threads(1)
 Sums = dict[str, Tensor]
@@ -124,7 +124,7 @@ def test_hooks_equal_loop_and_vmap(build: Callable[[], nn.Module], dtype: torch.
     inputs, targets = images(7, 24 if getattr(network, "resize", False) else 16)
     inputs = inputs.to(dtype)
     batches = [(inputs[:4], targets[:4]), (inputs[4:], targets[4:], 0)]
-    scores = fisher_scores(network, batches, "true")
+    scores = estimate_fisher(network, batches, "true")
     assert scores.samples == 7 and all(t.dtype == dtype for t in scores.tensors.values())
     loop = by_loop(network, inputs, targets, torch.sum)
     assert same(dict(scores.tensors), loop, rtol)
@@ -146,9 +146,9 @@ def test_pieces_of_any_size_give_the_same_sums(
     network = randomised(build()).double()
     inputs, targets = images(7)
     batches = [(inputs.double(), targets)]
-    whole = fisher_scores(network, batches, "true").tensors
+    whole = estimate_fisher(network, batches, "true").tensors
     monkeypatch.setattr(layer_rules, "_PIECE", piece)
-    assert same(dict(fisher_scores(network, batches, "true").tensors), dict(whole), 1e-11)
+    assert same(dict(estimate_fisher(network, batches, "true").tensors), dict(whole), 1e-11)
 
 
 def test_planted_mean_reduction_is_caught() -> None:
@@ -156,7 +156,7 @@ def test_planted_mean_reduction_is_caught() -> None:
     network = randomised(TinyViT())
     inputs, targets = images(6)
     right = by_loop(network, inputs, targets, torch.sum)
-    assert same(right, dict(fisher_scores(network, [(inputs, targets)], "true").tensors))
+    assert same(right, dict(estimate_fisher(network, [(inputs, targets)], "true").tensors))
     assert not same({n: t / 36 for n, t in right.items()}, right)  # δ of a mean-reduced loss
     assert not same(dict(batch_gradient(network, [(inputs, targets)]).tensors), right)
 
@@ -172,7 +172,7 @@ def test_planted_token_shortcut_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     inputs, targets = images(6)
     right = by_loop(network, inputs, targets, torch.sum)
     monkeypatch.setattr(layer_rules, "_add_products", shortcut)
-    wrong = dict(fisher_scores(network, [(inputs, targets)], "true").tensors)
+    wrong = dict(estimate_fisher(network, [(inputs, targets)], "true").tensors)
     assert torch.allclose(wrong["head.weight"], right["head.weight"], 1e-5)
     name = "backbone.layers.0.mlp.fc1.weight"
     assert not torch.allclose(wrong[name], right[name], 0.1)
@@ -182,10 +182,10 @@ def test_eval_mode_whatever_the_flag_and_planted_train_mode_is_caught(monkeypatc
     network = randomised(TinyViT(dropout=0.5)).train()
     inputs, targets = images(6)
     right = by_loop(network, inputs, targets, torch.sum)
-    assert same(dict(fisher_scores(network, [(inputs, targets)], "true").tensors), right)
+    assert same(dict(estimate_fisher(network, [(inputs, targets)], "true").tensors), right)
     monkeypatch.setattr(network, "eval", lambda: network)  # the planted bug: eval mode never set
     torch.manual_seed(0)
-    assert not same(dict(fisher_scores(network, [(inputs, targets)], "true").tensors), right)
+    assert not same(dict(estimate_fisher(network, [(inputs, targets)], "true").tensors), right)
 
 
 def test_network_is_left_as_it_was_also_after_an_error() -> None:
@@ -215,14 +215,14 @@ def test_network_is_left_as_it_was_also_after_an_error() -> None:
 def test_subset_of_names_and_no_work_before_it() -> None:
     network = randomised(TinyViT())
     inputs, targets = images(4)
-    everything = fisher_scores(network, [(inputs, targets)], "true").tensors
+    everything = estimate_fisher(network, [(inputs, targets)], "true").tensors
     names = ["backbone.layers.1.mlp.fc1.bias", "head.bias"]
-    some = fisher_scores(network, [(inputs, targets)], "true", names).tensors
+    some = estimate_fisher(network, [(inputs, targets)], "true", names).tensors
     assert list(some) == names
     assert all(torch.equal(some[n], everything[n]) for n in names)
     reached: list[str] = []
     network.backbone.layers[0].register_full_backward_hook(lambda *_: reached.append("block 0"))
-    fisher_scores(network, [(inputs.requires_grad_(False), targets)], "true", names)
+    estimate_fisher(network, [(inputs.requires_grad_(False), targets)], "true", names)
     assert not reached
 
 
@@ -230,17 +230,17 @@ def test_entry_and_lambda() -> None:
     """Cached features enter behind the trunk, whose parameters then have gradient zero."""
     network = TinyViT()
     features, targets = torch.randn(6, 16, generator=torch_stream(1, "x")), images(6)[1]
-    scores = fisher_scores(network, [(features, targets, 2)], "true").tensors
+    scores = estimate_fisher(network, [(features, targets, 2)], "true").tensors
     assert all(bool((t == 0).all()) == (not n.startswith("head")) for n, t in scores.items())
     plain = nn.Sequential(network.head)
-    found = fisher_scores(plain, [(features, targets)], "true", call=lambda x, _: plain(x)).tensors
+    found = estimate_fisher(plain, [(features, targets)], "true", call=lambda x, _: plain(x)).tensors
     assert torch.equal(found["0.weight"], scores["head.weight"])
 
 
 def test_autocast_around_is_switched_off() -> None:
     network = randomised(TinyViT())
     inputs, targets = images(3)
-    plain = fisher_scores(network, [(inputs, targets)], "true").tensors
+    plain = estimate_fisher(network, [(inputs, targets)], "true").tensors
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        cast = fisher_scores(network, [(inputs, targets)], "true").tensors
+        cast = estimate_fisher(network, [(inputs, targets)], "true").tensors
     assert all(torch.equal(plain[n], cast[n]) for n in plain)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgraft.core.rng import torch_stream
-from fedgraft.edit.fisher import ESTIMATORS, Scores, batch_gradient, fisher_scores, logit_gradients, single_batch_abs
+from fedgraft.edit.fisher import ESTIMATORS, Scores, batch_gradient, estimate_fisher, logit_gradients, single_batch_abs
 
 torch.set_num_threads(1)
 
@@ -29,7 +29,7 @@ def small() -> tuple[nn.Sequential, Tensor, Tensor]:
 
 def test_expected_is_the_sum_over_classes_by_probability() -> None:
     network, inputs, targets = small()
-    exact = fisher_scores(network, [(inputs, targets)], "expected", call=lambda x, _: network(x)).tensors
+    exact = estimate_fisher(network, [(inputs, targets)], "expected", call=lambda x, _: network(x)).tensors
     sums = {n: torch.zeros_like(p) for n, p in network.named_parameters()}
     for x in inputs:
         for c in range(3):
@@ -49,7 +49,7 @@ def test_random_labels_are_unbiased_for_expected(labels: str, estimator: str) ->
     """
     network, inputs, targets = small()
     call = lambda x, _: network(x)  # noqa: E731
-    exact = fisher_scores(network, [(inputs, targets)], "expected", call=call).mean()
+    exact = estimate_fisher(network, [(inputs, targets)], "expected", call=call).mean()
     options = {"scale": True} if estimator == "batch_gradient" else {}
     together = [(inputs.repeat(40, 1), targets.repeat(40))]
     batches = together if estimator == "per_sample" else [(inputs, targets)] * 40
@@ -113,7 +113,7 @@ def test_logit_differentiates_the_raw_logit() -> None:
 def test_same_stream_same_bytes() -> None:
     network, inputs, targets = small()
     runs = [
-        fisher_scores(network, [(inputs, targets)], "sampled", None, torch_stream(1, "y"), lambda x, _: network(x))
+        estimate_fisher(network, [(inputs, targets)], "sampled", None, torch_stream(1, "y"), lambda x, _: network(x))
         for _ in range(2)
     ]
     assert torch.equal(runs[0].vector(), runs[1].vector())
@@ -125,9 +125,9 @@ def test_same_stream_same_bytes() -> None:
 def test_scores_add_and_travel_as_vectors() -> None:
     network, inputs, targets = small()
     call = lambda x, _: network(x)  # noqa: E731
-    whole = fisher_scores(network, [(inputs, targets)], "true", call=call)
-    a = fisher_scores(network, [(inputs[:2], targets[:2])], "true", call=call)
-    b = fisher_scores(network, [(inputs[2:], targets[2:])], "true", call=call)
+    whole = estimate_fisher(network, [(inputs, targets)], "true", call=call)
+    a = estimate_fisher(network, [(inputs[:2], targets[:2])], "true", call=call)
+    b = estimate_fisher(network, [(inputs[2:], targets[2:])], "true", call=call)
     assert (a + b).samples == 3
     assert torch.allclose((a + b).vector(), whole.vector(), 1e-5, 1e-9)
     assert torch.equal((a + b).vector(), (b + a).vector())
@@ -183,7 +183,7 @@ class Twice(nn.Module):
 )
 def test_what_hooks_cannot_see_is_refused(how: str, code: str) -> None:
     with raises(code):
-        fisher_scores(Twice(how), [(torch.randn(5, 4), torch.zeros(5).long())], "true")
+        estimate_fisher(Twice(how), [(torch.randn(5, 4), torch.zeros(5).long())], "true")
 
 
 def test_refusals_of_bad_requests() -> None:
@@ -192,15 +192,15 @@ def test_refusals_of_bad_requests() -> None:
     batches = [(inputs, targets)]
     for labels, code in [("wrong", "E-EDIT-LABELS"), ("sampled", "E-EDIT-LABELS-GENERATOR")]:
         with raises(code):
-            fisher_scores(network, batches, labels, call=call)
+            estimate_fisher(network, batches, labels, call=call)
     with raises("E-EDIT-SCORE-NAME"):
-        fisher_scores(network, batches, "true", ["x"], call=call)
+        estimate_fisher(network, batches, "true", ["x"], call=call)
     with raises("E-EDIT-LABELS-EXPECTED"):
         batch_gradient(network, batches, "expected", call=call)
     with raises("E-EDIT-SCORE-TYPE"):
-        fisher_scores(copy.deepcopy(network).half(), batches, "true", call=call)
+        estimate_fisher(copy.deepcopy(network).half(), batches, "true", call=call)
     with raises("E-EDIT-SCORES-NONFINITE"):
-        fisher_scores(network, [(inputs * torch.inf, targets)], "true", call=call)
+        estimate_fisher(network, [(inputs * torch.inf, targets)], "true", call=call)
     coupled = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False))
     with raises("E-EDIT-SCORE-BATCH-NORM"):
-        fisher_scores(coupled, batches, "true", call=lambda x, _: coupled(x))
+        estimate_fisher(coupled, batches, "true", call=lambda x, _: coupled(x))

@@ -21,7 +21,7 @@ from fedgraft.client.context import seed_random_layers
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
-from fedgraft.edit.lora import adapter_layers, attach, detach, initial_a, merge, target_layers
+from fedgraft.edit.lora import adapter_layers, attach, detach, initial_a, merge_lora, target_layers
 from fedgraft.edit.lora_aggregate import LoraAggregation, LoraLayout, aggregate_lora, lora_layout
 from fedgraft.runs.setup import setup_of
 
@@ -134,7 +134,7 @@ def test_a_network_of_the_library_keeps_the_contract_and_its_entries() -> None:
     tuned = real(inputs)
     assert not torch.allclose(tuned, before, atol=1e-3)
     torch.testing.assert_close(real(real.features(inputs, until=1), entry=1), tuned)
-    merge(real)
+    merge_lora(real)
     torch.testing.assert_close(real(inputs), tuned, rtol=1e-5, atol=1e-5)
     assert list(real.state_dict()) == names
 
@@ -183,7 +183,7 @@ def test_merge_gives_plain_names_the_same_outputs_and_pefts_own_result(network: 
     for name, parameter in wanted.items():
         parameter.data.copy_(ours[name].data)
     merged = theirs.merge_and_unload().state_dict()
-    merge(network)
+    merge_lora(network)
     assert list(network.state_dict()) == list(plain) and list(network.backbone.state_dict()) == list(merged)
     assert all(torch.equal(t, merged[name]) for name, t in network.backbone.state_dict().items())
     torch.testing.assert_close(network(images), outputs, rtol=1e-5, atol=1e-5)
@@ -207,7 +207,7 @@ def test_merge_of_broken_factors_is_refused_and_changes_nothing(network: Any) ->
     list(adapter_layers(network).values())[-1].lora_B["default"].weight.data[0, 0] = float("nan")
     before = bits(network)
     with raises("E-EDIT-LORA-NONFINITE"):
-        merge(network)
+        merge_lora(network)
     assert bits(network) == before
 
 
@@ -295,7 +295,7 @@ def test_cores_that_are_wider_than_a_layer_are_refused_before_anybody_works() ->
 
 
 def test_attaching_twice_and_taking_out_nothing_are_refused(network: Any) -> None:
-    for action in (merge, detach, lambda n: lora_layout(n, "mean")):
+    for action in (merge_lora, detach, lambda n: lora_layout(n, "mean")):
         with raises("E-EDIT-LORA-NONE"):
             action(network)
     attach(network, 2, 4, ["q"], seed=0)
@@ -582,6 +582,6 @@ def test_federated_training_moves_the_factors_and_not_one_frozen_bit(
     wanted = {part.name for part in (*layout.space.parts, *layout.space.buffers)}
     assert moved == {n for n in wanted if not (mode == "stack" and ".lora_B." in n)}  # stacking ends with B = 0
     merged = effective(adapted_network, layout, vector)
-    merge(adapted_network)
+    merge_lora(adapted_network)
     for name, weight in merged.items():
         torch.testing.assert_close(adapted_network.get_submodule(name).weight.data.double(), weight, rtol=0, atol=1e-6)

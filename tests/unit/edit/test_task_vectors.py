@@ -20,7 +20,17 @@ from fedgraft.core.network_digest import digest
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import EditSpace, Part, masked, select
 from fedgraft.edit import edit_file as task_file
-from fedgraft.edit.task_vectors import Edit, add, applied, apply, capture, check_base, positions, sweep, union_space
+from fedgraft.edit.task_vectors import (
+    Edit,
+    add_edits,
+    applied,
+    apply_edit,
+    capture,
+    check_base,
+    positions,
+    sweep_scale,
+    union_space,
+)
 
 
 class Tiny(nn.Module):
@@ -80,7 +90,7 @@ def test_apply_equals_dense_arithmetic_and_leaves_the_rest_alone() -> None:
     net = network()
     edit = random_edit(net, 1).scaled(0.5)
     base, start = dense(net), bits(net)
-    apply(net, edit, 3.0)
+    apply_edit(net, edit, 3.0)
     for name, update in as_dense(edit, net).items():
         torch.testing.assert_close(net.state_dict()[name].double(), base[name] + 3.0 * update, rtol=1e-6, atol=1e-6)
     untouched = set(start) - {part.name for part in edit.space.parts}
@@ -97,7 +107,7 @@ def test_base_plus_edit_is_the_tuned_network_up_to_one_rounding() -> None:
     space = select(net, lambda name: True)
     tuned = space.gather(net) + torch.randn(space.size, generator=torch_stream(0, "tuned"))
     edit = capture("t", net, space, tuned)
-    apply(net, edit)
+    apply_edit(net, edit)
     error = (space.gather(net).double() - tuned.double()).abs()
     assert (error <= 2.0**-23 * torch.maximum(tuned.abs(), edit.values.abs())).all()
 
@@ -107,7 +117,7 @@ def test_buffers_of_the_space_are_part_of_an_edit() -> None:
     space = select(net, lambda name: "norm" in name)
     assert space.buffers
     edit = random_edit(net, 2, space=space)
-    apply(net, edit)
+    apply_edit(net, edit)
     wanted = torch.zeros(4) + edit.values[edit.space.slices()["backbone.norm.running_mean"]]
     torch.testing.assert_close(net.backbone.norm.running_mean, wanted)
 
@@ -116,7 +126,7 @@ def test_undo_and_leaving_the_block_return_the_base_bit_for_bit() -> None:
     net = network()
     net.backbone.norm.weight.data[0] = -0.0
     start, edit = bits(net), random_edit(net, 1).scaled(1e6)  # so strong that (x + t) - t would not give x back
-    handle = apply(net, edit)
+    handle = apply_edit(net, edit)
     changed = bits(net)
     assert changed != start
     handle.undo()
@@ -136,9 +146,9 @@ def test_zero_strength_and_zero_change_keep_every_bit_even_of_negative_zero() ->
     space = select(net, lambda name: name == "backbone.layers.0.weight")
     still = capture("still", net, space, space.gather(net))
     start = bits(net)
-    apply(net, still)
+    apply_edit(net, still)
     assert bits(net) == start
-    apply(net, random_edit(net, 1), 0.0)
+    apply_edit(net, random_edit(net, 1), 0.0)
     assert bits(net) == start
     assert (space.gather(net) + 0.0).signbit().sum() == 0  # the plain sum would have flipped the sign bits
 
@@ -150,7 +160,7 @@ def test_negate_and_scale() -> None:
     assert torch.equal(edit.negate().negate().update(), edit.update())
     assert torch.equal(edit.scaled(0.25).scaled(4.0).update(), edit.update())
     base = edit.space.gather(net)
-    apply(net, edit.negate(), 0.5)
+    apply_edit(net, edit.negate(), 0.5)
     torch.testing.assert_close(edit.space.gather(net), base - 0.5 * edit.values)
 
 
@@ -159,7 +169,7 @@ def test_add_on_different_spaces_is_the_dense_sum_on_the_union() -> None:
     edits = [random_edit(net, 1), random_edit(net, 2).negate(), random_edit(net, 3).scaled(0.3)]
     edits.append(random_edit(net, 4, space=select(net, lambda n: n == "backbone.layers.0.weight")))
     scales = [1.0, 0.5, -2.0, 0.7]
-    total = add(edits, scales, "all")
+    total = add_edits(edits, scales, "all")
     wanted = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in net.state_dict().items()}
     for edit, scale in zip(edits, scales, strict=True):
         for name, update in as_dense(edit, net).items():
@@ -168,9 +178,9 @@ def test_add_on_different_spaces_is_the_dense_sum_on_the_union() -> None:
         torch.testing.assert_close(update, wanted[name], rtol=1e-6, atol=1e-6)
     assert next(p for p in total.space.parts if p.name == "backbone.layers.0.weight").index is None
     check_base(net, total)
-    assert torch.equal(add([edits[0]]).update(), edits[0].update())
-    assert add([edits[0], edits[0].negate()]).values.eq(0).all()
-    one, other = add(edits[:2]), add(edits[1::-1])
+    assert torch.equal(add_edits([edits[0]]).update(), edits[0].update())
+    assert add_edits([edits[0], edits[0].negate()]).values.eq(0).all()
+    one, other = add_edits(edits[:2]), add_edits(edits[1::-1])
     assert torch.equal(one.values, other.values[positions(one.space, other.space)])
 
 
@@ -190,7 +200,7 @@ def test_sweep_starts_each_strength_from_the_base() -> None:
     net = network()
     edit, start = random_edit(net, 1), bits(net)
     base = edit.space.gather(net)
-    found = sweep(net, edit, [0.0, 0.5, 1e6, 0.5, 1.0], edit.space.gather)
+    found = sweep_scale(net, edit, [0.0, 0.5, 1e6, 0.5, 1.0], edit.space.gather)
     assert bits(net) == start and [strength for strength, _ in found] == [0.0, 0.5, 1e6, 0.5, 1.0]
     assert torch.equal(found[0][1], base) and torch.equal(found[1][1], found[3][1])  # no drift over the sweep
     torch.testing.assert_close(found[4][1], base + edit.values)
@@ -199,7 +209,7 @@ def test_sweep_starts_each_strength_from_the_base() -> None:
         raise RuntimeError("evaluation stopped")
 
     with pytest.raises(RuntimeError, match="stopped"):
-        sweep(net, edit, [1.0], fails)
+        sweep_scale(net, edit, [1.0], fails)
     assert bits(net) == start
 
 
@@ -224,7 +234,7 @@ def _reshaped(net: Any) -> None:
 
 
 def _already_edited(net: Any) -> None:
-    apply(net, random_edit(net, 5))
+    apply_edit(net, random_edit(net, 5))
 
 
 @pytest.mark.parametrize("update", [_other_value, _sign_of_zero, _swapped, _reshaped, _already_edited])
@@ -234,9 +244,9 @@ def test_a_base_that_does_not_fit_is_refused_untouched(update: Callable[[Any], N
     update(net)
     start = bits(net)
     with raises("E-EDIT-BASE"):
-        apply(net, edit)
+        apply_edit(net, edit)
     with raises("E-EDIT-BASE"):
-        sweep(net, edit, [1.0], lambda n: 0)
+        sweep_scale(net, edit, [1.0], lambda n: 0)
     assert bits(net) == start
 
 
@@ -254,34 +264,34 @@ def test_a_scope_lets_the_head_differ_and_nothing_else() -> None:
     net, other = network(), network()
     edit = random_edit(net, 1, scope="backbone.")
     other.head = nn.Linear(4, 7)
-    apply(other, edit)
+    apply_edit(other, edit)
     assert torch.equal(edit.space.gather(other), edit.space.gather(net) + edit.values)
     third = network()
     third.backbone.norm.bias.data[0] += 1
     with raises("E-EDIT-BASE"):
-        apply(third, edit)
+        apply_edit(third, edit)
     with raises("E-EDIT-OUTSIDE-SCOPE"):
         random_edit(network(), 1, scope="backbone.", space=select(net, lambda n: n.startswith("head")))
     with raises("E-EDIT-ADD-BASES"):
-        add([edit, random_edit(network(), 1)])
+        add_edits([edit, random_edit(network(), 1)])
 
 
 def test_impossible_edits_and_sums_are_refused() -> None:
     net = network()
     edit = random_edit(net, 1)
     with raises("E-EDIT-ADD-NONE"):
-        add([])
+        add_edits([])
     with raises("E-EDIT-ADD-SCALES"):
-        add([edit], [1.0, 2.0])
+        add_edits([edit], [1.0, 2.0])
     with raises("E-EDIT-ADD-BASES"):
-        add([edit, random_edit(network(1), 1)])
+        add_edits([edit, random_edit(network(1), 1)])
     with raises("E-EDIT-NONFINITE"):
         edit.scaled(float("nan"))
     with raises("E-EDIT-NONFINITE"):
         capture("broken", net, edit.space, edit.space.gather(net) * float("inf"))
     start = bits(net)
     with raises("E-EDIT-SCALE"):
-        apply(net, edit, 1e39)
+        apply_edit(net, edit, 1e39)
     assert bits(net) == start
     with raises("E-EDIT-VALUES"):
         Edit("short", edit.base, edit.space, edit.values[1:])
@@ -289,23 +299,23 @@ def test_impossible_edits_and_sums_are_refused() -> None:
         union_space([EditSpace((Part("w", (2, 3)),)), EditSpace((Part("w", (3, 2)),))])
     stray = Edit("stray", edit.base, EditSpace((Part("backbone.other", (2,)),)), torch.ones(2))
     with raises("E-EDIT-TENSOR"):
-        apply(net, stray)
+        apply_edit(net, stray)
 
 
 def test_a_merged_lora_run_becomes_an_edit_of_the_plain_base() -> None:
     pytest.importorskip("peft")
-    from fedgraft.edit.lora import adapter_layers, attach, merge, target_layers
+    from fedgraft.edit.lora import adapter_layers, attach, merge_lora, target_layers
 
     net, tuned = network(), attach(network(), 2, 8, ["backbone.layers.*"], seed=0)
     for layer in adapter_layers(tuned).values():
         layer.lora_B["default"].weight.data.fill_(0.3)
     with raises("E-EDIT-BASE"):
-        apply(tuned, random_edit(net, 1))  # an adapted network is not the base
-    merge(tuned)
+        apply_edit(tuned, random_edit(net, 1))  # an adapted network is not the base
+    merge_lora(tuned)
     names = {f"{name}.weight" for name in target_layers(net, ["backbone.layers.*"])}
     space = select(net, lambda n: n in names)
     edit = capture("lora", net, space, space.gather(tuned))
-    apply(net, edit)
+    apply_edit(net, edit)
     torch.testing.assert_close(space.gather(net), space.gather(tuned))
 
 
@@ -328,10 +338,10 @@ def test_a_file_gives_the_edit_back_and_the_same_edit_the_same_bytes(space: str,
     chosen = {"sparse": sparse_space(net, 1), "whole": select(net, lambda n: "head" in n)}.get(space)
     edit = random_edit(net, 1, space=chosen or select(net, lambda n: "norm" in n)).scaled(-0.1)
     path = tmp_path / "a.edit"
-    size = task_file.save(edit, path)
-    assert same(task_file.load(path), edit) and [p.name for p in tmp_path.iterdir()] == ["a.edit"]
-    assert size == path.stat().st_size == task_file.inspect(edit).bytes
-    assert task_file.dumps(task_file.load(path)) == path.read_bytes() == task_file.dumps(edit)
+    size = task_file.save_edit(edit, path)
+    assert same(task_file.load_edit(path), edit) and [p.name for p in tmp_path.iterdir()] == ["a.edit"]
+    assert size == path.stat().st_size == task_file.inspect_edit(edit).bytes
+    assert task_file.dumps(task_file.load_edit(path)) == path.read_bytes() == task_file.dumps(edit)
     from safetensors import safe_open  # any safetensors reader can open it
 
     with safe_open(path, "pt") as file:
@@ -383,9 +393,9 @@ def test_cut_files_and_other_files_are_refused(cut: int, tmp_path: Path) -> None
     path = tmp_path / "cut.edit"
     path.write_bytes(task_file.dumps(random_edit(network(), 1))[:cut])
     with pytest.raises(FedgraftError, match=r"cut\.edit"):
-        task_file.load(path)
+        task_file.load_edit(path)
     with raises("E-EDIT-FILE-READ"):
-        task_file.load(tmp_path / "absent.edit")
+        task_file.load_edit(tmp_path / "absent.edit")
 
 
 def forge(edit: Edit, update: Callable[[dict[str, Any]], None], tensors: dict[str, Tensor] | None = None) -> bytes:
@@ -467,7 +477,7 @@ def test_arrays_that_do_not_add_up_are_refused(tensors: dict[str, Tensor]) -> No
 def test_inspect_gives_counts_densities_and_norms_by_block() -> None:
     net = network()
     edit = random_edit(net, 1).scaled(-2.0)
-    facts = task_file.inspect(edit)
+    facts = task_file.inspect_edit(edit)
     spread = as_dense(edit, net)
     touched = {part.name for part in edit.space.parts}
     everything = torch.cat([spread[name].view(-1) for name in touched])

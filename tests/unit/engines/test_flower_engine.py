@@ -339,11 +339,14 @@ def test_without_a_deadline_a_node_that_never_answers_does_not_hold_up_the_run(
 
 
 def test_what_a_node_says_begins_no_line_and_moves_no_cursor() -> None:
-    from fedgraft.engines.flower.wire import names, text
+    from fedgraft.engines.flower.wire import name_list, text_setting
 
     said = "broken\n2026-11-17 round 3: client 0 dropped \x1b[2J\x1b[31m"
-    assert text({"error": said}, "error").isprintable() and len(text({"error": "x" * 9999}, "error")) == 500
-    assert names({"classes": ["a\x1b[2J", "b"]}, "classes") == ("a [2J", "b")
+    assert (
+        text_setting({"error": said}, "error").isprintable()
+        and len(text_setting({"error": "x" * 9999}, "error")) == 500
+    )
+    assert name_list({"classes": ["a\x1b[2J", "b"]}, "classes") == ("a [2J", "b")
 
 
 def test_a_node_with_a_key_simulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,9 +573,9 @@ def test_a_node_whose_class_name_looks_like_that_of_others_is_left_out_by_name(j
     """One bad node must not keep a run from starting; without the rule its name stops everybody."""
     toy, clock = Toy(algorithm("fedavg"), clients=3), Clock()
     nodes = {k + 1: FakeNode(toy, k) for k in range(3)}
-    names = {1: ["cat", "dog"], 2: ["cat", "dog"], 3: ["Cat ", "dog"]}
+    name_list = {1: ["cat", "dog"], 2: ["cat", "dog"], 3: ["Cat ", "dog"]}
     for number, node in nodes.items():
-        node.spoil = lambda a, n=number: replace(a, facts={**a.facts, "classes": names[n]})
+        node.spoil = lambda a, n=number: replace(a, facts={**a.facts, "classes": name_list[n]})
     registry = NodeRegistry(FlowerTransport(FakeGrid(nodes, clock)), 3, clock)  # type: ignore[arg-type]
     engine = SimpleNamespace(gather=registry.refresh, registry=registry, classes=())
     config = load(None, ["model.name=tiny", "partition.clients=3", "model.head=random"])
@@ -587,7 +590,7 @@ def test_a_node_whose_class_name_looks_like_that_of_others_is_left_out_by_name(j
     clock.now += 1000
     registry.refresh()  # asked again, it says the same
     assert sorted(registry.nodes) == [0, 1]
-    names[3] = ["cat", "dog"]  # its owner has renamed the class
+    name_list[3] = ["cat", "dog"]  # its owner has renamed the class
     clock.now += 1000
     registry.refresh()
     assert sorted(registry.nodes) == [0, 1, 2]
@@ -684,7 +687,7 @@ def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeyp
         server(grid, Context(1, 0, {}, RecordDict(), {}))
 
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(flower_wire, "simulate", play)
+    monkeypatch.setattr(flower_wire, "run_flower_simulation", play)
     pretend_ray(monkeypatch, True)
     overrides = [
         "model.name=tiny",
@@ -718,7 +721,7 @@ def test_a_simulation_that_breaks_down_is_one_sentence(tmp_path: Path, monkeypat
             raise RuntimeError("Simulation crashed.") from error
 
     pretend_ray(monkeypatch, True)
-    monkeypatch.setattr(flower_wire, "simulate", broken)
+    monkeypatch.setattr(flower_wire, "run_flower_simulation", broken)
     with pytest.raises(FedgraftError, match=r"broke down: the node timed out during startup$"):
         flower_apps.simulate(load(None, ["engine=flower-sim", "model.name=tiny"]), tmp_path / "run")
 

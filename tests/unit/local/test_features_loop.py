@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.rng import torch_stream
-from fedgraft.local.features import features, hidden, look
+from fedgraft.local.features import evaluate_batch, feature_batches, hidden
 from fedgraft.models import model
 
 torch.set_num_threads(1)
@@ -38,7 +38,7 @@ def test_every_row_once_and_in_order() -> None:
     net.train()
     net.backbone.get_submodule("encoder").eval()
     modes, before = [m.training for m in net.modules()], {n: b.clone() for n, b in net.named_buffers()}
-    found = list(features(net, examples, picked, size=2))
+    found = list(feature_batches(net, examples, picked, size=2))
     assert [len(z) for _, z in found] == [2, 2, 1] and torch.equal(torch.cat([r for r, _ in found]), picked)
     assert [m.training for m in net.modules()] == modes
     assert all(torch.equal(b, before[n]) for n, b in net.named_buffers())  # a training pass would move statistics
@@ -51,11 +51,11 @@ def test_every_row_once_and_in_order() -> None:
 
 def test_entries_hidden_layers_and_single_looks() -> None:
     net, examples = model("tiny", 3), rows(16)
-    held = torch.cat([z for _, z in features(net, examples, torch.arange(10), until=1, size=10)])
+    held = torch.cat([z for _, z in feature_batches(net, examples, torch.arange(10), until=1, size=10)])
     later = Rows(held, examples.labels, entry=1)
-    one = torch.cat([z for _, z in features(net, later, torch.arange(10), size=4)])
-    torch.testing.assert_close(one, look(net, examples.inputs, net.features))
+    one = torch.cat([z for _, z in feature_batches(net, later, torch.arange(10), size=4)])
+    torch.testing.assert_close(one, evaluate_batch(net, examples.inputs, net.features))
     names = net.default_probe_layers()
-    expected = look(net, examples.inputs, lambda x: net.activations(x, names))
+    expected = evaluate_batch(net, examples.inputs, lambda x: net.activations(x, names))
     for found, name in zip(hidden(net, ("early", names[1], "late"), examples, size=3), names, strict=True):
         torch.testing.assert_close(found, expected[name])

@@ -36,7 +36,7 @@ T = torch.optim.lr_scheduler
 @pytest.mark.parametrize(
     ("schedule", "make"),
     [
-        (s.constant(0.4), lambda o: T.LambdaLR(o, lambda t: 1.0)),
+        (s.constant_rate(0.4), lambda o: T.LambdaLR(o, lambda t: 1.0)),
         (s.cosine(0.4, 0.01), lambda o: T.CosineAnnealingLR(o, T_max=20, eta_min=0.01)),
         (s.cosine(0.4), lambda o: T.CosineAnnealingLR(o, T_max=20)),
         (s.exponential(0.4, 0.95), lambda o: T.LambdaLR(o, lambda t: 0.95**t)),
@@ -44,7 +44,7 @@ T = torch.optim.lr_scheduler
         (s.inverse(0.4, 0.2, 0.5), lambda o: T.LambdaLR(o, lambda t: (1 + 0.2 * t) ** -0.5)),
         (s.step(0.4, (0.5, 0.75), 0.1), lambda o: T.MultiStepLR(o, [10, 15], 0.1)),
         (s.step(0.4, (0.25, 0.5, 0.75), 0.5), lambda o: T.StepLR(o, 5, 0.5)),
-        (s.warmed(s.constant(0.4), 5, 0.0), lambda o: T.LambdaLR(o, lambda t: min(1.0, (t + 1) / 5))),
+        (s.warmed(s.constant_rate(0.4), 5, 0.0), lambda o: T.LambdaLR(o, lambda t: min(1.0, (t + 1) / 5))),
     ],
     ids=["none", "cosine-min", "cosine", "lambda", "linear", "inverse", "multistep", "step", "warmup"],
 )
@@ -83,9 +83,9 @@ def test_schedules_count_over_the_run_and_end_where_they_should() -> None:
     ):
         rates = ours(schedule, 50)
         assert rates[0] == 0.4 and rates[-1] == pytest.approx(end) and rates == sorted(rates, reverse=True)
-    ramp = ours(s.warmed(s.constant(1.0), 4), 8)
+    ramp = ours(s.warmed(s.constant_rate(1.0), 4), 8)
     assert ramp == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert ours(s.warmed(s.constant(1.0), 0), 3) == [1.0] * 3
+    assert ours(s.warmed(s.constant_rate(1.0), 0), 3) == [1.0] * 3
 
 
 @pytest.mark.parametrize("name", list(s.SCHEDULES))
@@ -97,6 +97,6 @@ def test_short_runs_have_finite_positive_rates(name: str, total: int) -> None:
 
 def test_a_warm_up_restarted_in_every_round_would_be_noticed() -> None:
     """The planted bug of section 2.3: position counted inside the round."""
-    rule = s.warmed(s.constant(1.0), 4)
+    rule = s.warmed(s.constant_rate(1.0), 4)
     by_run, by_round = ours(rule, 8), [rule(t % 4, 8, []) for t in range(8)]
     assert by_run != by_round and sum(by_round) < sum(by_run)

@@ -17,7 +17,7 @@ from fedgraft.core.rng import torch_stream
 from fedgraft.models import export as module
 from fedgraft.models.backbones import load_network
 from fedgraft.models.card import Card, without_paths
-from fedgraft.models.export import export
+from fedgraft.models.export import export_model
 from fedgraft.models.network import VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
 
@@ -68,7 +68,7 @@ def loaded(folder: Path, **options: bool) -> Any:
 @pytest.mark.parametrize("kind", ["tiny", "nano", "DeiT", "Dinov2", "Dinov2WithRegisters"])
 def test_transformers_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
     net = other_family(kind) if kind[0].isupper() else load_network(kind, 4, image_size=32)
-    folder = export(moved(net), tmp_path / "out", ["ant", "bee", "cat", "dog"], said(net), "card")
+    folder = export_model(moved(net), tmp_path / "out", ["ant", "bee", "cat", "dog"], said(net), "card")
     model = loaded(folder)
     images = train_images(net.image_size)
     torch.testing.assert_close(model(images).logits, net(images), rtol=1e-5, atol=1e-5)
@@ -85,7 +85,7 @@ def test_a_small_image_resnet_brings_its_code(norm: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     net = moved(load_network(f"resnet18:width=8,norm={norm}", 4))
-    folder = export(net, tmp_path / f"resnet_{norm}", None, said(net), "card")
+    folder = export_model(net, tmp_path / f"resnet_{norm}", None, said(net), "card")
     model = loaded(folder, trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules")
     torch.testing.assert_close(model(train_images(32)).logits, net(train_images(32)), rtol=1e-5, atol=1e-5)
@@ -95,7 +95,7 @@ def test_a_small_image_resnet_brings_its_code(norm: str, tmp_path: Path, monkeyp
 def test_an_exported_network_comes_back_whole(kind: str, tmp_path: Path) -> None:
     net = moved(other_family(kind) if kind[0].isupper() else load_network(kind, 4))
     net.mean, net.std = (0.5, 0.4, 0.3), (0.2, 0.2, 0.1)
-    back = load_network(export(net, tmp_path / "out", None, said(net), "card"), None)
+    back = load_network(export_model(net, tmp_path / "out", None, said(net), "card"), None)
     assert digest(back) == digest(net)
     assert (back.mean, back.std, back.image_size, back.classes) == (net.mean, net.std, net.image_size, 4)
     fresh = load_network(tmp_path / "out", 9)
@@ -110,7 +110,7 @@ def test_a_standard_resnet_needs_no_code(tmp_path: Path) -> None:
             t.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
         )
     net = moved(VisionNetwork(backbone, nn.Linear(16, 4), 64))
-    folder = export(net, tmp_path / "out", None, said(net), "card")
+    folder = export_model(net, tmp_path / "out", None, said(net), "card")
     torch.testing.assert_close(loaded(folder)(train_images(64)).logits, net(train_images(64)), rtol=1e-5, atol=1e-5)
     assert not list(folder.glob("*.py"))
 
@@ -122,7 +122,7 @@ def test_the_image_processor_prepares_what_the_network_expects(tmp_path: Path) -
     net = load_network("tiny", 4)
     net.mean, net.std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.1)
     with quiet():
-        processor = AutoImageProcessor.from_pretrained(export(net, tmp_path / "out", None, said(net), "card"))
+        processor = AutoImageProcessor.from_pretrained(export_model(net, tmp_path / "out", None, said(net), "card"))
     image = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     made = processor(Image.fromarray(image), return_tensors="pt")["pixel_values"][0]
     scaled = torch.from_numpy(image).permute(2, 0, 1) / 255
@@ -136,13 +136,13 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     net = load_network("tiny", 4)
     folder = tmp_path / "out"
     folder.mkdir()
-    export(net, folder, None, said(net), "card")  # an empty folder is filled
+    export_model(net, folder, None, said(net), "card")  # an empty folder is filled
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with raises("E-MODELS-NOT-EMPTY"):
-        export(moved(net), folder, None, said(net), "card")
+        export_model(moved(net), folder, None, said(net), "card")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     with raises("E-MODELS-NOT-EMPTY"):
-        export(net, folder / "config.json", None, said(net), "card")
+        export_model(net, folder / "config.json", None, said(net), "card")
 
 
 def test_the_folder_appears_complete_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_the_folder_appears_complete_or_not_at_all(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(module, "write_papers", interrupted)  # after the weights are written, before the rest
     with pytest.raises(KeyboardInterrupt):
-        export(load_network("tiny", 4), tmp_path / "new" / "out", None, {}, "card")
+        export_model(load_network("tiny", 4), tmp_path / "new" / "out", None, {}, "card")
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -161,7 +161,7 @@ def test_a_head_that_would_answer_differently_is_noticed(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(module, "_fill_head", careless)
     with raises("E-MODELS-OTHER-LOGITS"):
-        export(load_network("tiny", 4), tmp_path / "out", None, {}, "card")
+        export_model(load_network("tiny", 4), tmp_path / "out", None, {}, "card")
     assert not (tmp_path / "out").exists()
 
 
@@ -169,17 +169,17 @@ def test_changed_backbones_and_wrong_labels_get_a_sentence(tmp_path: Path) -> No
     net = load_network("tiny", 2)
     for labels in (["one"], ["one", "one"]):
         with raises("E-MODELS-LABEL-NAMES"):
-            export(net, tmp_path / "out", labels, said(net), "card")
+            export_model(net, tmp_path / "out", labels, said(net), "card")
     net.blocks[0].get_submodule("mlp.fc1").register_parameter("lora_A", nn.Parameter(torch.zeros(1)))
     with raises("E-MODELS-NOT-PLAIN"):
-        export(net, tmp_path / "out", None, said(net), "card")
+        export_model(net, tmp_path / "out", None, said(net), "card")
     assert not list(tmp_path.iterdir())
 
 
 def test_exporting_leaves_the_network_and_the_generators_alone(tmp_path: Path) -> None:
     net = moved(load_network("resnet18:width=8", 4, dropout=0.5)).train()
     before, state = digest(net), torch.get_rng_state()
-    export(net, tmp_path / "out", None, said(net), "card")
+    export_model(net, tmp_path / "out", None, said(net), "card")
     assert digest(net) == before and net.training and net.backbone.training
     assert torch.equal(torch.get_rng_state(), state)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -196,7 +196,7 @@ def test_families_with_stages_come_back_whole(kind: str, tmp_path: Path) -> None
     with quiet(), drawn_from(0):
         backbone = getattr(t, f"{kind}Model")(getattr(t, f"{kind}Config")(**sizes))
     net = moved(VisionNetwork(backbone, nn.Linear(16, 4), 32))
-    folder = export(net, tmp_path / "out", None, said(net), "card")
+    folder = export_model(net, tmp_path / "out", None, said(net), "card")
     torch.testing.assert_close(loaded(folder)(train_images(32)).logits, net(train_images(32)), rtol=1e-5, atol=1e-5)
     assert digest(load_network(folder, None)) == digest(net)
 
@@ -206,7 +206,7 @@ def test_a_module_of_ones_own_has_no_place_in_transformers(tmp_path: Path) -> No
 
     net = own(nn.Sequential(nn.Flatten(), nn.Linear(48, 4)), "1", image_size=4)
     with raises("E-MODELS-NO-EXPORT", kind="Sequential"):
-        export(net, tmp_path / "out", None, {}, "card")
+        export_model(net, tmp_path / "out", None, {}, "card")
 
 
 def test_the_card_says_what_there_is_and_no_paths(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_the_card_says_what_there_is_and_no_paths(tmp_path: Path) -> None:
         protection="secure aggregation, epsilon 8",
     ).text()
     net = load_network("tiny", 4)
-    text = (export(net, tmp_path / "out", None, said(net), card) / "README.md").read_text()
+    text = (export_model(net, tmp_path / "out", None, said(net), card) / "README.md").read_text()
     front = text.split("---")[1]
     assert "license: apache-2.0" in front and "base_model: owner/vit" in front and "library_name: transformers" in front
     for part in ("ham10000", "extra.csv", "images/s", "| rounds | 20 |", "mine.toml", "0.7123", "epsilon 8"):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.state import Federation
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.privacy import accounting
 from fedgraft.privacy.accounting import Budget, epsilon, epsilon_rdp, gaussian_epsilon, noise_for
 from fedgraft.privacy.dp import (
@@ -170,7 +170,9 @@ def test_impossible_mechanisms_are_refused(bad: tuple[float, float, int]) -> Non
 
 
 def federation(clients: int, per_round: int, **options: Any) -> Federation:
-    return Federation(run="", seed=1, rounds=1, clients=clients, per_round=per_round, schedule=constant(1.0), **options)
+    return Federation(
+        run="", seed=1, rounds=1, clients=clients, per_round=per_round, schedule=constant_rate(1.0), **options
+    )
 
 
 def poisson(clients: int, expected: int, round: int) -> list[int]:

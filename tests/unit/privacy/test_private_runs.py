@@ -15,7 +15,7 @@ from fedgraft.config.build import build_algorithm, private_delta
 from fedgraft.config.load import load
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.state import Federation
-from fedgraft.local.schedules import constant
+from fedgraft.local.schedules import constant_rate
 from fedgraft.privacy.accounting import Budget, epsilon
 from fedgraft.privacy.dp import Mechanism, bound_key
 from fedgraft.server import sample as server
@@ -24,7 +24,7 @@ PRIVATE = ["privacy.dp.noise=1.0", "rounds.sampling=poisson", "algorithm.weighti
 
 
 def test_cohorts_from_a_secret_cannot_be_predicted_and_those_of_the_seed_can() -> None:
-    known = Federation("r", 3, 20, 10, 100, constant(0.1), "poisson")
+    known = Federation("r", 3, 20, 10, 100, constant_rate(0.1), "poisson")
     secret = replace(known, secret=os.urandom(32))
     guesses = [set(server.sample(known, t)) for t in range(400)]
     hits = sum(

@@ -83,7 +83,7 @@ def test_equal_to_scikit_learn_on_200_cases(block: int) -> None:
         logits, labels, names = case(seed)
         wanted = reference(logits, labels, names)
         summed, exact = (
-            metrics.compute(scores.count(logits, labels, len(names)), names),
+            metrics.compute(scores.count_scores(logits, labels, len(names)), names),
             raw.exact(logits, labels, names),
         )
         assert summed.keys() == exact.keys() == wanted.keys()
@@ -93,7 +93,9 @@ def test_equal_to_scikit_learn_on_200_cases(block: int) -> None:
             assert close(m, value, 1e-7 + (m.binned if m else 0.0)), (seed, name, m, value)
             if m and not name.startswith("auroc"):
                 assert m.binned == 0
-        alone = metrics.metric_arrays({k: v.numpy() for k, v in scores.count(logits, labels, len(names)).items()})
+        alone = metrics.metric_arrays(
+            {k: v.numpy() for k, v in scores.count_scores(logits, labels, len(names)).items()}
+        )
         for name in ("accuracy", "top5", "balanced_accuracy", "f1", "auroc", "calibration_error", "log_loss"):
             number, m = float(alone[name]), summed[name]
             assert math.isnan(number) if m is None else m.value == pytest.approx(number, abs=1e-12), (seed, name)
@@ -105,7 +107,7 @@ def test_equal_to_scikit_learn_on_200_cases(block: int) -> None:
 def test_scores_that_are_binned_already_give_the_exact_auroc() -> None:
     for seed in range(40):
         logits, labels, names = case(seed)
-        sums = scores.count(logits, labels, len(names))
+        sums = scores.count_scores(logits, labels, len(names))
         bins = scores.bins(scores.log_odds(logits)).numpy()
         by_name = metrics.compute(sums, names)
         for c, name in enumerate(names):
@@ -120,7 +122,7 @@ def test_bins_are_fine_enough_from_the_first_round_to_the_last(spread: float) ->
     logits = torch.randn(2000, 7, generator=stream, dtype=torch.float64)
     logits[torch.arange(2000), labels] += 1
     names = [str(i) for i in range(7)]
-    found = metrics.compute(scores.count(logits * spread, labels, 7), names)
+    found = metrics.compute(scores.count_scores(logits * spread, labels, 7), names)
     for name, wanted in raw.exact(logits * spread, labels, names).items():
         m = found[name]
         if m and name.startswith("auroc"):
@@ -131,7 +133,7 @@ def test_equal_bins_of_the_probability_would_not_do() -> None:
     labels = torch.tensor([0, 1] * 50)
     logits = torch.zeros(100, 2, dtype=torch.float64)
     logits[:, 1] = labels * 0.002 + torch.linspace(0, 0.001, 100)  # a young model: right, and hardly sure
-    found = metrics.compute(scores.count(logits, labels, 2), ["a", "b"])["auroc:b"]
+    found = metrics.compute(scores.count_scores(logits, labels, 2), ["a", "b"])["auroc:b"]
     assert found and found.value > 0.99
     probability = logits.softmax(1)[:, 1].numpy()
     assert sklearn.roc_auc_score(labels.numpy(), (probability * 511).astype(int)) == 0.5
@@ -142,15 +144,15 @@ def test_sums_of_parts_are_the_sums_of_the_whole_bit_for_bit() -> None:
         logits, labels, names = case(seed)
         cut = np.sort(np.random.default_rng(seed).integers(0, len(labels) + 1, 3)).tolist()
         pieces = zip(logits.tensor_split(cut), labels.tensor_split(cut), strict=True)
-        merged = scores.merge([scores.count(x, y, len(names)) for x, y in pieces], len(names))
-        for name, value in scores.count(logits, labels, len(names)).items():
+        merged = scores.merge_scores([scores.count_scores(x, y, len(names)) for x, y in pieces], len(names))
+        for name, value in scores.count_scores(logits, labels, len(names)).items():
             assert torch.equal(merged[name], value), name
 
 
 def test_sums_fit_what_they_are_announced_to_be() -> None:
     for seed in range(10):
         logits, labels, names = case(seed)
-        sums, wanted = scores.count(logits, labels, len(names)), scores.shapes(len(names))
+        sums, wanted = scores.count_scores(logits, labels, len(names)), scores.shapes(len(names))
         assert list(sums) == list(wanted)
         for name, value in sums.items():
             shape, limit, step = wanted[name]
@@ -161,8 +163,8 @@ def test_sums_fit_what_they_are_announced_to_be() -> None:
 
 
 def test_no_images_give_no_metrics() -> None:
-    empty = scores.count(torch.empty(0, 3), torch.empty(0, dtype=torch.int64), 3)
-    assert all(torch.equal(v, w) for v, w in zip(empty.values(), scores.merge([], 3).values(), strict=True))
+    empty = scores.count_scores(torch.empty(0, 3), torch.empty(0, dtype=torch.int64), 3)
+    assert all(torch.equal(v, w) for v, w in zip(empty.values(), scores.merge_scores([], 3).values(), strict=True))
     assert set(metrics.compute(empty, ["a", "b", "c"]).values()) == {None}
     assert metrics.reliability(empty) == []
     with raises("E-METRICS-UNDEFINED", metric="balanced_accuracy"):
@@ -171,7 +173,7 @@ def test_no_images_give_no_metrics() -> None:
 
 def test_a_model_that_diverged_is_counted_and_breaks_nothing() -> None:
     logits = torch.tensor([[1.0, 0.0], [math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf], [0.0, -math.inf]])
-    sums = scores.count(logits, torch.tensor([0, 1, 1, 1, 1]), 2)
+    sums = scores.count_scores(logits, torch.tensor([0, 1, 1, 1, 1]), 2)
     assert all(bool(value.isfinite().all()) for value in sums.values())
     found = metrics.compute(sums, ["a", "b"])
     loss, accuracy = found["log_loss"], found["accuracy"]
@@ -188,21 +190,21 @@ def test_ties_stay_ties_whatever_the_order_of_classes_or_a_shift() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     with raises("E-METRICS-LOGITS-SHAPE", shape=(2, 3), labels=2, classes=4):
-        scores.count(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 4)
+        scores.count_scores(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 4)
     with raises("E-METRICS-LABEL-RANGE", lowest=0, highest=3, classes=3):
-        scores.count(torch.zeros(2, 3), torch.tensor([0, 3]), 3)
+        scores.count_scores(torch.zeros(2, 3), torch.tensor([0, 3]), 3)
     with raises("E-METRICS-SUM-SHAPE", sum="confusion", classes=3):
-        scores.merge([scores.merge([], 2)], 3)
+        scores.merge_scores([scores.merge_scores([], 2)], 3)
     with raises("E-METRICS-CLASS-NAMES", classes=3, names=2):
-        metrics.compute(scores.merge([], 3), ["a", "b"])
+        metrics.compute(scores.merge_scores([], 3), ["a", "b"])
     with raises("E-METRICS-UNKNOWN", metric="acuracy"):
-        metrics.select_value(scores.merge([], 2), "acuracy")
+        metrics.select_value(scores.merge_scores([], 2), "acuracy")
 
 
 def test_text_says_how_many_images_are_behind_a_number() -> None:
     confusion = torch.zeros(2, 2, dtype=torch.float64)
     confusion[0, 0], confusion[0, 1], confusion[1, 1] = 13, 6, 1
-    sums = scores.merge([], 2) | {"confusion": confusion}
+    sums = scores.merge_scores([], 2) | {"confusion": confusion}
     found = metrics.compute(sums, ["mel", "nv"])
     assert str(found["sensitivity:mel"]) == "68 % (13 of 19; 46-85)"
     assert str(found["sensitivity:nv"]) == "100 % (1 of 1; 21-100)"
@@ -216,7 +218,7 @@ def test_every_metric_can_choose_a_round_and_higher_is_better() -> None:
     logits, labels = sample(np.random.default_rng(4), 200, 4, 0.5)
     better = logits.clone()
     better[torch.arange(len(labels)), labels] += 2
-    before, after = (scores.count(x, labels, len(names)) for x in (logits, better))
+    before, after = (scores.count_scores(x, labels, len(names)) for x in (logits, better))
     for name in ("accuracy", "balanced_accuracy", "f1", "auroc", "log_loss"):
         assert metrics.select_value(after, name) > metrics.select_value(before, name), name
     one = metrics.compute(before, names)["sensitivity:d"]
@@ -228,7 +230,7 @@ def test_every_metric_can_choose_a_round_and_higher_is_better() -> None:
 
 def test_reliability_curve_by_hand() -> None:
     logits = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.52, 0.48], [1.0, 0.0]]).log()
-    curve = metrics.reliability(scores.count(logits, torch.tensor([0, 1, 1, 0]), 2))
+    curve = metrics.reliability(scores.count_scores(logits, torch.tensor([0, 1, 1, 0]), 2))
     assert [(round(b.confidence, 6), b.accuracy.hits, b.accuracy.n) for b in curve] == [
         (0.52, 0, 1),
         (0.9, 1, 2),
@@ -238,12 +240,14 @@ def test_reliability_curve_by_hand() -> None:
 
 def test_a_confidence_on_an_edge_belongs_below_it() -> None:
     for classes in (3, 5, 15):  # 1/3, 1/5 and 1/15 are edges, and none of them is a float
-        counts = scores.count(torch.zeros(2, classes), torch.zeros(2, dtype=torch.int64), classes)["calibration"][0]
+        counts = scores.count_scores(torch.zeros(2, classes), torch.zeros(2, dtype=torch.int64), classes)[
+            "calibration"
+        ][0]
         assert counts.tolist() == [2.0 * (i == 15 // classes - 1) for i in range(15)]
 
 
 def test_what_bins_cannot_tell_is_in_the_interval() -> None:
-    found = metrics.compute(scores.count(torch.zeros(400, 2), torch.arange(400) % 2, 2), ["a", "b"])
+    found = metrics.compute(scores.count_scores(torch.zeros(400, 2), torch.arange(400) % 2, 2), ["a", "b"])
     for name in ("auroc", "auroc:a"):
         m = found[name]
         assert m and (m.value, m.binned, m.low, m.high) == (0.5, 0.5, 0.0, 1.0)
@@ -262,7 +266,7 @@ def test_wilson_is_scipys() -> None:
 
 def test_intervals_stay_open_where_all_is_right() -> None:
     labels = torch.arange(4).repeat(3)
-    found = metrics.compute(scores.count(torch.eye(4)[labels] * 50, labels, 4), list("abcd"))
+    found = metrics.compute(scores.count_scores(torch.eye(4)[labels] * 50, labels, 4), list("abcd"))
     for name in ("accuracy", "balanced_accuracy", "f1", "auroc", "sensitivity:a", "f1:a", "auroc:a"):
         m = found[name]
         assert m and m.value == 1 and m.high == 1 and m.low is not None and m.low < 0.95, (name, m)
@@ -278,7 +282,7 @@ def sample(stream: np.random.Generator, n: int, classes: int, gain: float) -> tu
 @pytest.mark.slow
 def test_intervals_hold_the_truth_about_95_times_in_100() -> None:
     stream, names = np.random.default_rng(5), list("abcd")
-    truth = metrics.compute(scores.count(*sample(stream, 60_000, 4, 2.0), 4), names)
+    truth = metrics.compute(scores.count_scores(*sample(stream, 60_000, 4, 2.0), 4), names)
     held = dict.fromkeys(truth, 0)
 
     def wanted(name: str, found: dict[str, metrics.Metric | None]) -> float:
@@ -288,7 +292,7 @@ def test_intervals_hold_the_truth_about_95_times_in_100() -> None:
         return float(np.mean([m.value for one in of if (m := truth[one])]))
 
     for _ in range(200):
-        found = metrics.compute(scores.count(*sample(stream, 60, 4, 2.0), 4), names)
+        found = metrics.compute(scores.count_scores(*sample(stream, 60, 4, 2.0), 4), names)
         for name, m in found.items():
             held[name] += m is None or (m.low or 0.0) <= wanted(name, found) <= (m.high or 0.0)
     for name, count in held.items():
@@ -345,7 +349,7 @@ def test_exact_interval_of_the_mean_auroc_is_inside_the_one_from_sums() -> None:
     logits, labels = sample(np.random.default_rng(9), 300, 4, 1.0)
     one, other = (
         raw.exact(logits, labels, list("abcd"))["auroc"],
-        metrics.compute(scores.count(logits, labels, 4), list("abcd"))["auroc"],
+        metrics.compute(scores.count_scores(logits, labels, 4), list("abcd"))["auroc"],
     )
     assert one and other and one.low and one.high and other.low and other.high
     assert other.low < one.low and one.high < other.high

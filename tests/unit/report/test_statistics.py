@@ -12,7 +12,7 @@ from scipy import stats
 from tests.support.errors import raises
 
 from fedgraft.metrics import statistics
-from fedgraft.metrics.statistics import bytes_to, latex, paired, rounds_to, summarise, table
+from fedgraft.metrics.statistics import bytes_to, latex, markdown_table, paired, rounds_to, summarise
 from fedgraft.report.figures import pareto
 
 numbers = st.floats(-100, 100).map(lambda x: round(x, 3))
@@ -163,7 +163,7 @@ def test_pareto_by_hand() -> None:
 
 
 def test_markdown_table() -> None:
-    text = table(["lr", "test (%)"], [[0.1, "70.00 ± 1.00"], ["a|b", 3]])
+    text = markdown_table(["lr", "test (%)"], [[0.1, "70.00 ± 1.00"], ["a|b", 3]])
     assert text.splitlines() == ["| lr | test (%) |", "|---|---|", "| 0.1 | 70.00 ± 1.00 |", r"| a\|b | 3 |"]
 
 

@@ -5,14 +5,22 @@ from __future__ import annotations
 import pytest
 
 from fedgraft.report.html import flatten
-from fedgraft.report.values import accuracy, clock, column, metric, show, size
+from fedgraft.report.values import accuracy, clock, column, format_value, metric, size
 
 
 def test_how_values_are_shown() -> None:
     assert [clock(s) for s in (4.21, 59.97, 65, 7325)] == ["4.2 s", "1 min 00 s", "1 min 05 s", "2 h 02 min"]
     assert [size(n) for n in (7, 999_960, 1.5e6, 2.5e12)] == ["7 B", "1.0 MB", "1.5 MB", "2,500.0 GB"]
-    assert show("test.accuracy", 0.5) == "50.00 %" and show("bytes_up", 1.5e6) == "1.5 MB" and show("x", None) == "–"
-    assert show("rounds", 7000) == "7,000" and show("loss", 0.123456789) == "0.12346" and show("flag", True) == "true"
+    assert (
+        format_value("test.accuracy", 0.5) == "50.00 %"
+        and format_value("bytes_up", 1.5e6) == "1.5 MB"
+        and format_value("x", None) == "–"
+    )
+    assert (
+        format_value("rounds", 7000) == "7,000"
+        and format_value("loss", 0.123456789) == "0.12346"
+        and format_value("flag", True) == "true"
+    )
     assert flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": 3}) == {"a.b": 1, "a.c.d": [2], "e": 3}
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from tests.support.errors import raises
 
 from fedgraft.config.load import load, to_toml
-from fedgraft.report.watch import braille, frame, last_losses, time_left, watch
+from fedgraft.report.watch import braille, frame, last_losses, time_left, watch_run
 from fedgraft.runs.folder import RunFolder
 
 OVERRIDES = ["model.name=tiny", "data.image_size=16", "rounds.total=8", "name=seen"]
@@ -197,10 +197,10 @@ def test_watching_ends_with_the_run_and_changes_no_file(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     assert "about 12.0 s left" in shown(run)  # six rounds of two seconds
     console = Console(file=text, width=80, force_terminal=True)
-    watch(run.path, console, once=True)
+    watch_run(run.path, console, once=True)
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
     threading.Timer(0.3, go.set).start()
-    watch(run.path, console, every=0.05)  # returns because the run ends
+    watch_run(run.path, console, every=0.05)  # returns because the run ends
     worker.join(20)
     assert "running" in text.getvalue() and "finished" in text.getvalue() and "test 40.00 %" in text.getvalue()
 
@@ -212,10 +212,10 @@ def test_ctrl_c_leaves_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "watch", interrupted)
+    monkeypatch.setattr(module, "watch_run", interrupted)
     cli_sweep.watch(tmp_path)
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     with raises("E-REPORT-NO-RUN"):
-        watch(tmp_path, Console(file=io.StringIO()))
+        watch_run(tmp_path, Console(file=io.StringIO()))

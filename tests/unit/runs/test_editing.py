@@ -18,7 +18,7 @@ from fedgraft.aggregate.codecs import decode
 from fedgraft.config.load import load
 from fedgraft.core.messages import unpack_bits
 from fedgraft.core.state import EVERYONE
-from fedgraft.edit.lora import merge
+from fedgraft.edit.lora import merge_lora
 from fedgraft.edit.masks import Mask, jaccard
 from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
@@ -327,7 +327,7 @@ def test_low_rank_runs_to_a_plain_model(mode: str, tmp_path: Path) -> None:
     images = task.eval_images.batch(task.data.train_rows[:24])
     with torch.no_grad():
         factored = setup.network.eval()(images)
-        merge(setup.network)
+        merge_lora(setup.network)
         merged = setup.network.eval()(images)
         start = base(setup)
         untouched = start(images)

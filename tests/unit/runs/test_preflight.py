@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from fedgraft.cli.main import app
 from fedgraft.config.load import Config, load
 from fedgraft.consortium import preflight as module
-from fedgraft.consortium.preflight import preflight
+from fedgraft.consortium.preflight import run_preflight
 from fedgraft.consortium.site_faults import findings
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.sources.class_map import slips
@@ -128,14 +128,14 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 
 
 def test_clean_data_has_nothing_to_find(clean: Path) -> None:
-    assert preflight(config(clean))[1] == []
+    assert run_preflight(config(clean))[1] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_planted_fault_is_found_by_its_name(kind: str, data: Path) -> None:
     FAULTS[kind](data)
-    kinds = {finding.kind for finding in preflight(config(data))[1]}
+    kinds = {finding.kind for finding in run_preflight(config(data))[1]}
     assert kind.strip() in kinds
 
 
@@ -150,7 +150,7 @@ def test_a_planted_fault_is_found_by_its_name(kind: str, data: Path) -> None:
     ],
 )
 def test_what_only_a_node_can_lack_is_found_too(field: str, value: object, kind: str, clean: Path) -> None:
-    facts = preflight(config(clean))[0]
+    facts = run_preflight(config(clean))[0]
     reported = findings([{**facts[0], field: value}, *facts[1:]])
     assert kind in {finding.kind for finding in reported}
 
@@ -158,9 +158,9 @@ def test_what_only_a_node_can_lack_is_found_too(field: str, value: object, kind:
 def test_small_counts_and_single_images_stay_hidden(data: Path, tmp_path: Path) -> None:
     keep(data / TRAIN, 2)
     keep(data / "south/test/melanoma", 1)
-    facts, reported = preflight(config(data))
+    facts, reported = run_preflight(config(data))
     assert {f["site"]: f["classes"]["melanoma"] for f in facts} == {"east": 13, "north": 13, "south": None}
-    page = module.write(tmp_path / "out", facts, reported).read_text()
+    page = module.write_preflight(tmp_path / "out", facts, reported).read_text()
     facts_of_site, digests = module.site_facts("a", *_one(data))
     assert (
         "fewer than 5" in page
@@ -176,7 +176,7 @@ def _one(data: Path, site: int = 0) -> tuple[object, list[np.ndarray]]:
     from fedgraft.config.federate import open_data
 
     dataset = open_data(config(data))
-    return dataset, module.by_site(dataset)[1][site]
+    return dataset, module.rows_by_site(dataset)[1][site]
 
 
 def test_a_map_settles_slips_and_a_run_refuses_them_without_one(data: Path, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_map_settles_slips_and_a_run_refuses_them_without_one(data: Path, tmp_
         federate(config(data))
     (tmp_path / "map.toml").write_text('"Melanoma " = "melanoma"\n')
     settled = config(data, f"data.class_map={tmp_path / 'map.toml'}")
-    assert federate(settled).dataset.classes == ("benign", "melanoma") and preflight(settled)[1] == []
+    assert federate(settled).dataset.classes == ("benign", "melanoma") and run_preflight(settled)[1] == []
     assert settled.data.class_map == {"Melanoma ": "melanoma"}  # the map itself travels with the config, not its path
     with pytest.raises(FedgraftError, match="no map of class names"):
         config(data, "data.class_map=nowhere.toml")
@@ -197,12 +197,12 @@ def test_the_spelling_of_most_sites_is_kept_and_the_window_is_the_configs(data: 
     rename(data, "Melanoma")
     for i in range(8):
         picture(mode="I;16").save(data / "south/train/benign" / f"{i}.png")
-    reported = preflight(config(data))[1]
+    reported = run_preflight(config(data))[1]
     assert 'data.class_map = {"Melanoma" = "melanoma"}' in next(
         finding.text for finding in reported if finding.kind == "class_case"
     )
     assert "missing_class" not in {finding.kind for finding in reported}  # that it is missing follows from the slip
-    bright = [preflight(config(data, *more))[0][2]["intensity"][0] for more in ((), ["data.grey_window=[0,65535]"])]
+    bright = [run_preflight(config(data, *more))[0][2]["intensity"][0] for more in ((), ["data.grey_window=[0,65535]"])]
     assert bright[0] > bright[1] + 0.05  # nearly all of a deep image is above 255
 
 
@@ -214,9 +214,9 @@ def test_like_names_at_one_site_are_two_classes_and_stop_nobody(data: Path) -> N
     for site in ("east", "north", "south"):
         rename(data, "horse", site, "benign")
         rename(data, "house", site)
-    assert [(finding.kind, finding.stops) for finding in preflight(config(data))[1]] == [("class_similar", False)]
+    assert [(finding.kind, finding.stops) for finding in run_preflight(config(data))[1]] == [("class_similar", False)]
     rename(data, "house ", "south", "horse")
-    stopped = {finding.kind: finding.text for finding in preflight(config(data))[1] if finding.stops}
+    stopped = {finding.kind: finding.text for finding in run_preflight(config(data))[1] if finding.stops}
     assert "'house ' (south)" in stopped["class_space"]  # a space is a slip, wherever it is
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
-from fedgraft.consortium.profile import Row, phase_rows, profile_run, table
+from fedgraft.consortium.profile import Row, phase_rows, profile_rows, profile_run
 from fedgraft.consortium.roofline import Roofline, best_seconds, measure_roofline
 from fedgraft.runs.centralized import run_centralized
 from fedgraft.runs.folder import RunFolder
@@ -76,7 +76,7 @@ def test_a_run_is_profiled_by_phase_and_layer(finished: Path) -> None:
     assert flops["stem, block 0 backward"] == flops["stem, block 0 forward"]
     assert profile.sent["bytes_up"] == sum(line.get("bytes_up", 0) for line in lines)
     assert profile.megabytes["this process"] > 10
-    assert len(table(profile)) == len(profile.phases) + len(profile.layers)
+    assert len(profile_rows(profile)) == len(profile.phases) + len(profile.layers)
 
 
 @pytest.mark.slow

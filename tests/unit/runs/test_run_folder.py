@@ -17,8 +17,8 @@ import pytest
 import torch
 from tests.support.errors import raises
 
-from fedgraft.core.files import plain, read_metrics, without_timing
-from fedgraft.report.run_record import describe, list_runs
+from fedgraft.core.files import json_ready, read_metrics, without_timing
+from fedgraft.report.run_record import describe_run, list_runs
 from fedgraft.runs import checkpoint, environment
 from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.folder import RunFolder
@@ -185,7 +185,7 @@ def test_numbers_become_plain_json(run: RunFolder) -> None:
         "ids": [1, 2],
         "p": "x",
     }
-    assert plain({3: True, "n": None}) == {"3": True, "n": None}
+    assert json_ready({3: True, "n": None}) == {"3": True, "n": None}
 
 
 def test_full_disk_is_one_sentence(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_listing(tmp_path: Path) -> None:
     assert (first.name, first.status, first.round, first.best, first.test) == ("b", "finished", 4, 0.4, 0.5)
     assert first.bytes == 60 and first.seconds > 0 and first.config_digest == "1"
     assert (second.name, second.status, second.best, second.test) == ("sweep/a", "interrupted", None, None)
-    assert list_runs(tmp_path / "nowhere") == [] and describe(done) == describe(done, done.metrics())
+    assert list_runs(tmp_path / "nowhere") == [] and describe_run(done) == describe_run(done, done.metrics())
 
 
 def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.action import Action, Phase, sum_action
+from fedgraft.client.action import Action, RunPhase, sum_action
 from fedgraft.client.context import ClientContext, empty_response, features, model_vector
 from fedgraft.client.request_checks import require_settings, require_tensor
 from fedgraft.client.train import choose_cluster_model, evaluate_finetuned
@@ -40,7 +40,7 @@ def _requested_split(request: Request, context: ClientContext) -> tuple[Examples
 # ---- count: right answers and losses of common models
 
 
-def count(request: Request, context: ClientContext) -> dict[str, Tensor]:
+def count_models(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """Return for each model: right answers, right among the first five, sum of losses, images.
 
     The models are the request's vector, or heads (n, classes, width + 1) on the untouched backbone. Only these numbers
@@ -76,7 +76,7 @@ def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
 def _answer_count(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response, ClientMemory]:
-    return replace(empty_response(request, context), sums=count(request, context)), memory
+    return replace(empty_response(request, context), sums=count_models(request, context)), memory
 
 
 def _validate_count(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
@@ -159,7 +159,7 @@ def _own_test_images(request: Request, context: ClientContext) -> int:
 ACTIONS = [
     Action(
         "count",
-        Phase.EVALUATION,
+        RunPhase.EVALUATION,
         "evaluation at the clients",
         _answer_count,
         validate=_validate_count,
@@ -170,7 +170,7 @@ ACTIONS = [
         "scores",
         score_sums,
         _score_summands,
-        phase=Phase.EVALUATION,
+        phase=RunPhase.EVALUATION,
         progress_label="evaluation at the clients: sums of scores",
         settings={"split": str},
         model="edit_space",
@@ -178,7 +178,7 @@ ACTIONS = [
     ),
     Action(
         "evaluate",
-        Phase.EVALUATION,
+        RunPhase.EVALUATION,
         "evaluation by the clients",
         evaluate_on_own_tests,
         model="edit_space",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedgraft.client.action import Phase, sum_action
+from fedgraft.client.action import RunPhase, sum_action
 from fedgraft.client.context import ClientContext, features
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Network
@@ -149,7 +149,7 @@ ACTIONS = [
         "statistics",
         statistics,
         _statistics_summands,
-        phase=Phase.HEAD,
+        phase=RunPhase.HEAD,
         progress_label="head initialisation: sums over the features",
         implausible=_statistics_implausible,
     ),
@@ -157,7 +157,7 @@ ACTIONS = [
         "class_sums",
         class_sums,
         _class_sums_summands,
-        phase=Phase.HEAD,
+        phase=RunPhase.HEAD,
         progress_label="head initialisation: class sums",
         implausible=_class_sums_implausible,
     ),
@@ -165,7 +165,7 @@ ACTIONS = [
         "head_gradient",
         head_gradient,
         _head_gradient_summands,
-        phase=Phase.HEAD,
+        phase=RunPhase.HEAD,
         progress_label="head initialisation: one step of the logistic regression",
         tensors=_head_tensor,
         implausible=_head_gradient_implausible,
@@ -174,7 +174,7 @@ ACTIONS = [
         "class_counts",
         class_counts,
         _class_counts_summands,
-        phase=Phase.CALIBRATION,
+        phase=RunPhase.CALIBRATION,
         progress_label="class counts of the federation",
         implausible=_class_counts_implausible,
     ),

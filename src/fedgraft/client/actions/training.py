@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments
-from fedgraft.client.action import Action, Phase, SumScope
+from fedgraft.client.action import Action, RunPhase, SumScope
 from fedgraft.client.context import ClientContext, empty_response
 from fedgraft.client.request_checks import is_secure_stage, require_settings, require_tensor
 from fedgraft.client.train import train_locally
@@ -21,7 +21,7 @@ from fedgraft.privacy.secagg.ring import Segment
 from fedgraft.privacy.secagg.secure_sum import TAIL, weighted_input
 
 
-def train(
+def train_client(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response, ClientMemory]:
     """Train locally and answer with the encoded update."""
@@ -109,9 +109,9 @@ def _validate(request: Request, algorithm: Algorithm, context: ClientContext) ->
 ACTIONS = [
     Action(
         "train",
-        Phase.TRAINING,
+        RunPhase.TRAINING,
         "local training",
-        train,
+        train_client,
         settings={"lr": float},
         model="edit_space",
         validate=_validate,

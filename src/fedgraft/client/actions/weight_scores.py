@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.action import Action, Phase, sum_action
+from fedgraft.client.action import Action, RunPhase, sum_action
 from fedgraft.client.context import ClientContext, empty_response, model_vector
 from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError, Refused
@@ -169,7 +169,7 @@ ACTIONS = [
         "fisher_scores",
         fisher_scores,
         _fisher_summands,
-        phase=Phase.CALIBRATION,
+        phase=RunPhase.CALIBRATION,
         progress_label="mask calibration: scores",
         settings=_SCORE_SETTINGS,
         model="all_weights",
@@ -180,7 +180,7 @@ ACTIONS = [
         "gradient",
         gradient,
         _gradient_summands,
-        phase=Phase.CALIBRATION,
+        phase=RunPhase.CALIBRATION,
         progress_label="low-rank factors: summed gradients",
         settings=_SHARE_SETTINGS,
         model="all_weights",
@@ -188,7 +188,7 @@ ACTIONS = [
     ),
     Action(
         "own_mask",
-        Phase.CALIBRATION,
+        RunPhase.CALIBRATION,
         "mask calibration: masks of the clients",
         own_mask,
         settings=_SCORE_SETTINGS,

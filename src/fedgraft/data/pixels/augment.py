@@ -17,7 +17,7 @@ _GREY = (0.299, 0.587, 0.114)
 _TRIES = 10  # boxes drawn per image, of which the first that fits is used
 
 
-def uniform(low: float, high: float, count: int, generator: Generator) -> Tensor:
+def random_uniform(low: float, high: float, count: int, generator: Generator) -> Tensor:
     """Return `count` random numbers between low and high."""
     return low + (high - low) * torch.rand(count, generator=generator)
 
@@ -49,8 +49,8 @@ def draw_boxes(count: int, height: int, width: int, generator: Generator) -> tup
     Of ten draws the first that fits is used; if none fits (a very long image), the largest centred box of a permitted
     aspect.
     """
-    area = height * width * uniform(0.08, 1.0, _TRIES * count, generator)
-    aspect = torch.exp(uniform(math.log(3 / 4), math.log(4 / 3), _TRIES * count, generator))
+    area = height * width * random_uniform(0.08, 1.0, _TRIES * count, generator)
+    aspect = torch.exp(random_uniform(math.log(3 / 4), math.log(4 / 3), _TRIES * count, generator))
     widths = (area * aspect).sqrt().round().view(count, _TRIES)
     heights = (area * (1 / aspect)).sqrt().round().view(count, _TRIES)
     fits = (widths <= width) & (heights <= height) & (widths > 0) & (heights > 0)
@@ -140,5 +140,5 @@ def jitter(images: Tensor, generator: Generator, strength: tuple[float, float, f
     """Change brightness, contrast, saturation and hue, in this order, by factors drawn for each sample."""
     count = len(images)
     for change, amount in zip((brightness, contrast, saturation), strength[:3], strict=True):
-        images = change(images, uniform(1 - amount, 1 + amount, count, generator))
-    return hue(images, uniform(-strength[3], strength[3], count, generator))
+        images = change(images, random_uniform(1 - amount, 1 + amount, count, generator))
+    return hue(images, random_uniform(-strength[3], strength[3], count, generator))

@@ -26,7 +26,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 from fedgraft.core.store import digest_of_chunks, locked, replacing, write_all
 from fedgraft.data.pixels.originals import Originals
-from fedgraft.data.pixels.rule import PixelRule, Source, Unreadable, decode
+from fedgraft.data.pixels.rule import PixelRule, Source, Unreadable, decode_image
 
 CHUNK = 128  # images that are made and recorded together: what a stop can lose
 _ABANDONED_AFTER = 7 * 86_400  # seconds after which an unfinished build is removed
@@ -160,7 +160,7 @@ def _build(entry: Path, originals: Originals, rule: PixelRule) -> dict[str, Any]
 def _make(rule: PixelRule, side: int, source: Source) -> _Made:
     """Return the pixels of one source; `side` is the side that the image must have, 0: any."""
     try:
-        image = decode(source, rule.window)
+        image = decode_image(source, rule.window)
         if side and image.size != (side, side):
             raise Unreadable(f"it has {image.width} x {image.height} pixels instead of {side} x {side}")
         return _Made(rule.fit(image), peak=float(image.info.get("grey_peak", 0)))

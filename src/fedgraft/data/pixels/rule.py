@@ -42,7 +42,7 @@ class Unreadable(FedgraftError):
         self.reason = reason
 
 
-def decode(source: Source, window: Window = None, max_pixels: int = MAX_PIXELS) -> Image:
+def decode_image(source: Source, window: Window = None, max_pixels: int = MAX_PIXELS) -> Image:
     """Return the upright RGB image of a source, or raise `Unreadable` with the reason.
 
     `window` maps these two grey values of a deep image (16-bit, 32-bit, float) to black and white; without one, values
@@ -234,7 +234,7 @@ class PixelRule:
 
     def read(self, source: Source) -> np.ndarray:
         """Return the pixels of one source, uint8 (size, size, 3)."""
-        return self.fit(decode(source, self.window))
+        return self.fit(decode_image(source, self.window))
 
     def fit(self, image: Image) -> np.ndarray:
         """Return an RGB image as uint8 (size, size, 3)."""

@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
-from fedgraft.engines.flower.wire import HELLO, REQUEST, as_record, names, put, take, text, whole_number
+from fedgraft.engines.flower.wire import HELLO, REQUEST, as_record, name_list, put, take, text_setting, whole_number
 
 Slots = MutableMapping[str, bytes]
 """Two places for a client's memory: the present one and the one before."""
@@ -65,8 +65,8 @@ def request_of(message: Message, context: Context, settings: Mapping[str, Any]) 
         source=str(context.node_config.get("source", "")),
         after=whole_number(words, "after", 0),
         becomes=whole_number(words, "becomes", 0),
-        digest=text(words, "digest"),
-        classes=names(words, "classes"),
+        digest=text_setting(words, "digest"),
+        classes=name_list(words, "classes"),
         request=arrays.get("request", b""),
         opened=arrays.get("opened", b""),
         task=str(settings.get("task", "")),

@@ -26,7 +26,17 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, pack
 from fedgraft.core.progress import requests_phase
 from fedgraft.engines.flower.registry import ASK_AGAIN, NodeRegistry
-from fedgraft.engines.flower.wire import HELLO, REQUEST, as_record, names, plain, put, take, text, whole_number
+from fedgraft.engines.flower.wire import (
+    HELLO,
+    REQUEST,
+    as_record,
+    name_list,
+    printable,
+    put,
+    take,
+    text_setting,
+    whole_number,
+)
 
 log = logging.getLogger("fedgraft")
 
@@ -82,11 +92,11 @@ class FlowerTransport:
             else:
                 _, settings = take(message.content)
                 client = whole_number(settings, "client")
-                error = text(settings, "error")
+                error = text_setting(settings, "error")
             facts = {
                 "examples": whole_number(settings, "examples", 0),
-                "classes": names(settings, "classes"),
-                "data": text(settings, "data"),
+                "classes": name_list(settings, "classes"),
+                "data": text_setting(settings, "data"),
             }
             answers[message.metadata.reply_to_message_id] = (client, facts, error)
         return answers
@@ -106,7 +116,7 @@ class FlowerTransport:
 
 def failure_of(message: Message) -> str:
     """Return Flower's reason for a failure at a node, as one line."""
-    return f"its node failed: {plain(str(message.error.reason).strip() or 'no reason')[:300]}"
+    return f"its node failed: {printable(str(message.error.reason).strip() or 'no reason')[:300]}"
 
 
 @dataclass(frozen=True)
@@ -309,7 +319,7 @@ class FlowerEngine:
         if settings.get("need") is True and envelope.node in self._have_space:
             self._have_space.discard(envelope.node)
             return None
-        error = text(settings, "error")
+        error = text_setting(settings, "error")
         if error:
             return client, error
         self._have_space.add(envelope.node)

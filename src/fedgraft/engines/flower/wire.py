@@ -55,15 +55,15 @@ def whole_number(settings: Mapping[str, Any], name: str, default: int = -1) -> i
     return value
 
 
-def text(settings: Mapping[str, Any], name: str) -> str:
+def text_setting(settings: Mapping[str, Any], name: str) -> str:
     """Return a setting that must be a text, as one printable line; empty if it is not."""
     value = settings.get(name)
     if not isinstance(value, str):
         return ""
-    return plain(value)
+    return printable(value)
 
 
-def plain(sentence: str) -> str:
+def printable(sentence: str) -> str:
     """Return an untrusted text without control characters, which could move a cursor or begin a new line."""
     letters = []
     for letter in sentence[:500]:
@@ -74,12 +74,12 @@ def plain(sentence: str) -> str:
     return "".join(letters)
 
 
-def names(settings: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def name_list(settings: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return a setting that must be a list of texts, without control characters; empty if it is not."""
     value = settings.get(name)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         return ()
-    return tuple(map(plain, value))
+    return tuple(map(printable, value))
 
 
 def server_app(main: Callable[[Grid, Context], None]) -> ServerApp:
@@ -89,7 +89,7 @@ def server_app(main: Callable[[Grid, Context], None]) -> ServerApp:
     return app
 
 
-def simulate(server: ServerApp, client: ClientApp, nodes: int) -> None:
+def run_flower_simulation(server: ServerApp, client: ClientApp, nodes: int) -> None:
     """Run both apps in Flower's simulation, with Ray workers of one core each instead of nodes."""
     from flwr.simulation import run_simulation
 
