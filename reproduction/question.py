@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from fedgraft.config.options import Section
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_text
+from fedgraft.core.store import write_text
 from reproduction.preset import PRESETS, SCALES, Claim, Preset, cells, checked, combinations
 from reproduction.reproduce import Found
 

@@ -49,7 +49,7 @@ def preflight(
 def _save_class_map(federation: FederationFolder, class_map: Path) -> None:
     """Write the class map into the federation's config, and print the new fingerprint."""
     from fedgraft.config.load import merge, to_toml, validate
-    from fedgraft.core.files import write_text
+    from fedgraft.core.store import write_text
 
     config = validate(merge(federation.config.table, {"data": {"class_map": str(class_map)}}))
     file = federation.path / "config.toml"

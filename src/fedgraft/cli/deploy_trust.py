@@ -122,7 +122,7 @@ def trust(
     """Node: pin a peer's identity for secure sums, so that no server can pose as it; otherwise trust on first use."""
     import tomllib
 
-    from fedgraft.core.files import write_text
+    from fedgraft.core.store import write_text
     from fedgraft.deploy.keys import announced_identity, short_identity
 
     path = key.absolute().parent / "peers.toml"

@@ -19,8 +19,8 @@ from torch import Tensor
 from fedgraft.algorithms.algorithm import has_one_model
 from fedgraft.config.load import Config, from_folder, validate
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_text
 from fedgraft.core.state import ServerState, from_tensors
+from fedgraft.core.store import write_text
 from fedgraft.deploy.deployed import wait_for_clients
 from fedgraft.metrics import scores
 from fedgraft.report.values import cell
