@@ -165,4 +165,4 @@ def keep(parts: dict[str, Found], folder: Path) -> None:
             measures = {m: series for m in wanted if (series := found.measured(cell.label, m))}
             made["cells"][cell.label] = {"evaluations": found.evaluations(cell.label), **measures}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "numbers.json", json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    write_text(folder / "numbers.json", json.dumps(table, separators=(",", ":"), ensure_ascii=False) + "\n")

@@ -109,7 +109,7 @@ def evaluate(
             "no node answered the request to evaluate the model",
             "ask the owners to allow the action 'evaluate' and this config",
         )
-    lines = query.markdown_table(result, federation.names)
+    lines = query.evaluation_table(result, federation.names)
     (plan.folder / "evaluation.md").write_text("\n".join(lines) + "\n")
     for line in lines:
         typer.echo(line)

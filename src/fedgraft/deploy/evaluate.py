@@ -163,7 +163,7 @@ def weights_as_vector(opened: OpenRun, model: Predictor) -> Tensor:
     return space.gather(model.network)
 
 
-def markdown_table(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def evaluation_table(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Return the lines of a Markdown table of an evaluation: a row for each site and one for all of them together."""
     metrics = [name for name in result["metrics"] if name in result["pooled"]]
     header = ["site", *(name.replace("_", " ") for name in metrics)]

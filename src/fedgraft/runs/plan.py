@@ -10,7 +10,7 @@ import torch
 
 from fedgraft.algorithms.algorithm import vary
 from fedgraft.client.actions import action_named
-from fedgraft.config.agreement import HEAD_ASKS
+from fedgraft.config.agreement import HEAD_ACTIONS
 from fedgraft.config.build import budget
 from fedgraft.config.load import Config
 from fedgraft.core.errors import FedgraftError
@@ -20,7 +20,7 @@ from fedgraft.edit.sparse import Sparse
 from fedgraft.report.display import size
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.open_run import OpenRun, open_run
-from fedgraft.runs.reporting import describe_run
+from fedgraft.runs.reporting import setup_line
 from fedgraft.runs.setup import SECRET_BYTES, Circumstances, RunParts, RunSetup, parts_from_config
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import sample as server
@@ -59,7 +59,7 @@ def plan_run(config: Config) -> list[str]:
     exchanges = setup.federation.per_round * config.rounds.total
     down, up = _message_bytes(setup, opened)
     lines = [
-        describe_run(setup, opened),
+        setup_line(setup, opened),
         f"data: {config.data.source}, {len(data.train_rows):,} training, {len(data.validation_rows):,} validation, "
         f"{len(data.dataset.test.labels):,} test images; clients hold {int(min(sizes)):,} to {int(max(sizes)):,}",
         f"local work: {steps:.3g} steps of {local.batch_size} images a client and round, "
@@ -99,7 +99,7 @@ def _message_bytes(setup: RunSetup, opened: OpenRun) -> tuple[int, int]:
 def _head_bytes(setup: RunSetup) -> str:
     """Return what the sums that make the head take, if there are some: in a short run most of the traffic."""
     bytes_per_client = 0
-    for action in HEAD_ASKS[setup.algorithm.closed_form or setup.config.head]:
+    for action in HEAD_ACTIONS[setup.algorithm.closed_form or setup.config.head]:
         repetitions = 1
         if action == "head_gradient":
             repetitions = setup.config.model.probe_steps

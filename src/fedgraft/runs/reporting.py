@@ -50,7 +50,7 @@ def report_run(record: RunFolder, setup: RunSetup) -> None:
         ) from error
 
 
-def describe_run(setup: RunSetup, opened: OpenRun) -> str:
+def setup_line(setup: RunSetup, opened: OpenRun) -> str:
     """Return one line for the log: what trains, who takes part, from where images enter."""
     federation = setup.federation
     total = _parameters(setup)

@@ -161,8 +161,8 @@ def verify_log(folder: Path, key: str | None = None) -> tuple[str, list[str]]:
         raise FedgraftError("E-RUN-LOG-EMPTY", f"{path} is empty", "restore the run folder", path=str(path))
     public_key = str(lines[0]["entry"].get("key", ""))
     problems = []
-    if key is not None and key not in (public_key, key_fingerprint(public_key)):
-        problems.append(f"the log is signed with another key: {key_fingerprint(public_key)}")
+    if key is not None and key not in (public_key, signer_fingerprint(public_key)):
+        problems.append(f"the log is signed with another key: {signer_fingerprint(public_key)}")
     problems += _broken_links(lines, public_key)
     entries: dict[int, dict[str, Any]] = {}
     for line in lines[1:]:
@@ -178,11 +178,11 @@ def verify_log(folder: Path, key: str | None = None) -> tuple[str, list[str]]:
         problems += _unlike_checkpoint(file, entries)
     signed = "not signed (the extra 'secure' was not installed)"
     if public_key:
-        signed = f"signed by {key_fingerprint(public_key)}"
+        signed = f"signed by {signer_fingerprint(public_key)}"
     return f"{last_round} rounds, {signed}", problems
 
 
-def key_fingerprint(public_key: str) -> str:
+def signer_fingerprint(public_key: str) -> str:
     """Return a short name of a key that people can compare."""
     if not public_key:
         return "nobody"

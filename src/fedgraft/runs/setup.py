@@ -19,7 +19,7 @@ from torch import Tensor
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.context import ClientContext
 from fedgraft.client.policy import Policy
-from fedgraft.config.agreement import rules_of
+from fedgraft.config.agreement import policies_of
 from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named
 from fedgraft.config.federate import federate
 from fedgraft.config.load import merge, validate
@@ -268,14 +268,14 @@ class RunSetup:
         """The policies that clients check requests against: those of the config; none for objects."""
         if self.from_objects:
             return ()
-        return rules_of(self.config, self.algorithm)
+        return policies_of(self.config, self.algorithm)
 
 
 def parts_from_config(config: Config, data: FederatedData | None = None) -> RunParts:
     """Return the objects that a config names; `data` where it lies elsewhere than the config says."""
     identity = config.digest
     algorithm = build_algorithm(config)
-    rules_of(config, algorithm)
+    policies_of(config, algorithm)
     config = with_closed_form_head(config, algorithm)
     if data is None:
         with phase("reading the data"):

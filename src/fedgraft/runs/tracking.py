@@ -17,7 +17,7 @@ from fedgraft.core.store import write_cached
 from fedgraft.report.run_record import NOW_FILE
 from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.open_run import OpenRun
-from fedgraft.runs.reporting import describe_run
+from fedgraft.runs.reporting import setup_line
 from fedgraft.runs.setup import RunSetup
 
 LOG = "fedgraft.phases"
@@ -56,7 +56,7 @@ class ProgressDisplay(Callback):
 
     def on_training_start(self, setup: RunSetup, opened: OpenRun, state: ServerState) -> None:
         """Show what is going to be trained."""
-        self.progress.start(setup.config.rounds.total, state.round, describe_run(setup, opened))
+        self.progress.start(setup.config.rounds.total, state.round, setup_line(setup, opened))
 
     def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> None:
         """Show a round."""
