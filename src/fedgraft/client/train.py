@@ -98,8 +98,9 @@ def _fit(
     head_learning_rate = request.settings.get("head_lr")
     if head_learning_rate is not None:
         local = replace(local, head_lr=float(head_learning_rate))
-    all_rows = context.rows(request.client)
-    training_rows, _ = split_aside(all_rows, algorithm.client_state.aside, context.seed, request.client)
+    training_rows = context.rows(request.client)
+    if algorithm.client_state.aside:
+        training_rows, _ = split_aside(training_rows, algorithm.client_state.aside, context.seed, request.client)
     return train(
         context.network,
         bound,
