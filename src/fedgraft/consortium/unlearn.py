@@ -207,7 +207,7 @@ def _prepare_folder(
 ) -> RunFolder:
     """Return the replay's folder, with a checkpoint to resume from and the metrics of the source up to that round.
 
-    A folder that has checkpoints already holds an earlier replay, and is returned as it is.
+    A folder with checkpoints in it holds an earlier replay, and is returned as it is.
     """
     folder = RunFolder.create(replay.folder, to_toml(replay.config), replay.config.digest)
     if any(folder.checkpoints.iterdir()):
