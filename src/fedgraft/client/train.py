@@ -165,7 +165,7 @@ def _learn_adaptive_start(
         return {}
     network = context.network
     learnable = torch.zeros(bound.trained, dtype=torch.bool)
-    for part, begin, end in context.space.ranges[: len(context.space.parts)]:
+    for part, begin, end in context.space.trained_ranges:
         learnable[begin:end] = network.block_of(part.name) >= network.depth - rule.blocks
     generator = torch_stream(context.seed, "adaptive_start", request.round, request.client)
     rows = context.rows(request.client)
