@@ -17,7 +17,7 @@ paper's formula around PyTorch's own optimizers, NumPy and SciPy. A loop reads o
 random: the rows of a batch, permutations, a noise vector (`tests/references/draws.py`).
 
 - {len(HOLDINGS)} clients of {min(sum(counts) for counts in HOLDINGS)} to {max(sum(counts) for counts in HOLDINGS)}
-  examples with different classes, {ROUNDS} rounds, four or five of the clients in each unless the row says otherwise.
+  examples with different classes, {ROUNDS} rounds, three of the clients in each (robust rules: five; Bulyan: seven).
 - Two networks: one with layer norms, one with batch norms, whose statistics are compared too.
 - Compared are the common model, the clients' own models, the server's state and everything clients remember.
 - A row fails above {TOLERANCE:.0e}, relative where a tensor has numbers above 1. fedgraft computes in float32.

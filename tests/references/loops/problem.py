@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,18 +53,31 @@ class Problem:
         load(network, state)
         return network
 
+    @cached_property
+    def workbench(self) -> Any:
+        """A copy of the network in which models are trained, one after another."""
+        return copy.deepcopy(self.network)
+
+    @cached_property
+    def window(self) -> Any:
+        """A copy of the network through which models are looked at, always in evaluation mode."""
+        return copy.deepcopy(self.network).eval()
+
+    def view(self, state: State) -> Any:
+        """Return a network with this model in evaluation mode; the next call changes it."""
+        load(self.window, state)
+        return self.window
+
     def features(self, state: State, inputs: Tensor) -> Tensor:
         """Return the pooled features under this model, in evaluation mode."""
-        network = self.copy_with(state)
-        network.eval()
+        network = self.view(state)
         with torch.no_grad():
             features: Tensor = network.features(inputs)
         return features
 
     def loss(self, state: State, rows: Tensor) -> float:
         """Return the mean cross-entropy of this model on these rows, in evaluation mode."""
-        network = self.copy_with(state)
-        network.eval()
+        network = self.view(state)
         with torch.no_grad():
             logits = network(self.inputs[rows])
         return float(nn.functional.cross_entropy(logits, self.labels[rows]))
