@@ -85,6 +85,7 @@ def local_training(local: Local) -> fg.LocalTraining:
         steps=steps,
         epochs=local.epochs,
         batch_size=local.batch_size,
+        lr=RATE,
         optimizer=optimizer,
         clip=local.clip,
         head_lr=local.head_lr,
@@ -108,7 +109,6 @@ class Arrangement:
     """The share of the coordinates in a random mask."""
     fixed_statistics: bool = False
     """Batch-norm statistics stay outside the edit space, as in private runs."""
-    alignment_on_server: bool = False
 
 
 class Questions:

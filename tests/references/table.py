@@ -23,7 +23,7 @@ from tests.references.loops import (
 from tests.references.loops.local import Local
 from tests.references.loops.problem import Outcome, Problem, is_head
 from tests.references.setting import NETWORKS, RATE, ROUNDS, Arrangement, Federated, local_training
-from tests.references.whole_run import HeadRun
+from tests.references.whole_run import WholeRun
 
 import fedgraft as fg
 from fedgraft.local import schedules
@@ -93,9 +93,9 @@ class Row:
     def runs(self) -> tuple[Outcome, Problem]:
         """Return what fedgraft gives, and the same federation as data."""
         algorithm = self.algorithm()
-        federated: Federated | HeadRun
+        federated: Federated | WholeRun
         if self.whole_run:
-            federated = HeadRun(algorithm, self.network, self.options)
+            federated = WholeRun(algorithm, self.network, self.options)
         else:
             federated = Federated(algorithm, NETWORKS[self.network](), self.arrangement)
         outcome = federated.run()
@@ -103,7 +103,7 @@ class Row:
 
     def algorithm(self) -> fg.Algorithm:
         """Return the algorithm, built by name as a config does."""
-        if self.whole_run:
+        if self.whole_run and not self.slots():
             return fg.named(self.method)
         return self.protect(fg.named(self.method, local=local_training(self.local), **self.options, **self.slots()))
 
@@ -565,9 +565,9 @@ def sparse_rows() -> list[Row]:
     chosen = [
         ("highest_magnitude", {}, {"sparsity": 0.62}),
         ("lowest_magnitude", {}, {"strategy": "highest_magnitude"}),
-        ("least_sensitive", {"labels": "true"}, {"labels": "expected"}),
-        ("most_sensitive", {"labels": "expected"}, {"strategy": "least_sensitive"}),
-        ("least_sensitive", {"labels": "expected", "rounds": 2, "soft": 0.1}, {"soft": 1.0}),
+        ("least_sensitive", {"labels": "true"}, {"strategy": "lowest_magnitude"}),
+        ("most_sensitive", {"labels": "expected"}, {"strategy": "highest_magnitude"}),
+        ("least_sensitive", {"labels": "true", "rounds": 2, "soft": 0.1}, {"soft": 1.0}),
         ("highest_magnitude", {"budgets": (150, 220)}, {"budgets": (220, 150)}),
         ("most_sensitive", {"labels": "true", "per_client": True}, {"per_client": False}),
     ]
@@ -591,8 +591,8 @@ def sparse_rows() -> list[Row]:
     return rows
 
 
-def closed_form_rows() -> list[Row]:
-    """Heads in one exchange, through `fg.run`."""
+def whole_run_rows() -> list[Row]:
+    """Heads in one exchange and a trained model, through `fg.run`."""
     rows = [
         Row("fed3r", closed_form.fed3r, wrong={"free_bias": False}),
         Row("fed3r", closed_form.fed3r, {"ridge": 0.1}, {"ridge": 0.11}),
@@ -601,6 +601,28 @@ def closed_form_rows() -> list[Row]:
         Row("fedcof", closed_form.fedcof, wrong={"covariances": "pooled"}),
         Row("fedcof", closed_form.fedcof, {"ridge": 0.1}, {"ridge": 0.11}),
     ]
+    rows.append(
+        Row(
+            "fedavg",
+            averaging.fedavg,
+            label="images, through `fg.run`",
+            slots=lambda: {"trainable": fg.everything()},
+            local=Local(head_lr=1.0),
+            wrong={"weighting": "uniform"},
+        )
+    )
+    alignment = {"layers": ("block0", "block1"), "keep": 2, "top": 2, "probe": 16, "gamma": 4.0, "align": "server"}
+    rows.append(
+        Row(
+            "fedalign",
+            merging.fedalign,
+            alignment,
+            {"gamma": 0.0},
+            label="images, through `fg.run`",
+            slots=lambda: {"trainable": fg.everything()},
+            local=Local(head_lr=1.0, momentum=0.8),
+        )
+    )
     return [replace(row, whole_run=True) for row in rows]
 
 
@@ -613,16 +635,19 @@ FAMILIES = (
     privacy_rows,
     low_rank_rows,
     sparse_rows,
-    closed_form_rows,
+    whole_run_rows,
 )
 
 
 def table() -> list[Row]:
-    """Return all rows, each on both networks."""
+    """Return all rows, each on both networks except for schedules of the learning rate."""
     rows = []
     for family in FAMILIES:
         for row in family():
-            rows.extend(both(row))
+            if row.label.endswith("schedule"):  # a rate is a rate on any network
+                rows.append(row)
+            else:
+                rows.extend(both(row))
     return rows
 
 

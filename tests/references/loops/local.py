@@ -207,7 +207,7 @@ def _set_modes(network: Any, problem: Problem, selected: Selection, images: int)
     """Train all layers but batch norms whose statistics are fixed, and those in a batch of one."""
     network.train()
     for prefix, module in network.named_modules():
-        if not isinstance(module, nn.BatchNorm1d):
+        if not isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
             continue
         fixed = problem.mask is not None or not selected(f"{prefix}.running_mean")
         if fixed or images == 1:

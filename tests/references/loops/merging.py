@@ -59,11 +59,15 @@ def fedalign(
     if null_correction:
         null = _score_of_unrelated(probe, keep, top)
     for t, cohort in enumerate(problem.cohorts):
-        before = _activations(problem, common, layers)
+        inputs = problem.probe
+        if align == "server":  # validation images, drawn anew in each round
+            order = problem.draws.permutation(len(problem.probe), "secret_probe", t)
+            inputs = problem.inputs[problem.probe[order[:probe]]]
+        before = _activations(problem, common, layers, inputs)
         updates = []
         scores = []  # by client and layer
         for model in _trained(problem, local, common, t):
-            after = _activations(problem, model, layers)
+            after = _activations(problem, model, layers, inputs)
             scores.append([svcca(x, y, keep, top) for x, y in zip(after, before, strict=True)])
             updates.append(minus(model, common))
         examples = problem.examples(cohort)
@@ -121,11 +125,11 @@ def _aligned(
     return weights
 
 
-def _activations(problem: Problem, model: State, layers: tuple[str, ...]) -> list[np.ndarray]:
+def _activations(problem: Problem, model: State, layers: tuple[str, ...], inputs: Tensor) -> list[np.ndarray]:
     """Return the outputs of these layers on the probe, in evaluation mode."""
     network = problem.view(model)
     with torch.no_grad():
-        outputs = network.activations(problem.probe, layers)
+        outputs = network.activations(inputs, layers)
     return [outputs[name].numpy() for name in layers]
 
 

@@ -34,14 +34,17 @@ def sparse(
     """
     everybody = torch.cat(list(problem.rows))
     order = _ranked(problem, strategy, sparsity, labels, rounds, soft, everybody)
+    own_orders: dict[int, list[tuple[str, int]]] = {}
     common = problem.start()
     head_size = sum(tensor.numel() for name, tensor in common.items() if is_head(name))
     for t, cohort in enumerate(problem.cohorts):
         updates = []
         masks = []
         for k in cohort:
+            if per_client and k not in own_orders:
+                own_orders[k] = _ranked(problem, strategy, sparsity, labels, rounds, soft, problem.rows[k])
             if per_client:
-                order = _ranked(problem, strategy, sparsity, labels, rounds, soft, problem.rows[k])
+                order = own_orders[k]
             count = len(order)
             if budgets:
                 count = min(count, budgets[k % len(budgets)] // 4 - head_size)
