@@ -46,11 +46,15 @@ def finite_rows(stack: Tensor) -> Tensor:
 
 
 def squared_distances(stack: Tensor) -> Tensor:
-    """Return all squared distances between rows, (m, m) float64, computed from the Gram matrix and never negative."""
+    """Return all squared distances between rows, (m, m) float64: symmetric to the last bit and never negative.
+
+    They are computed from the Gram matrix.
+    """
     gram = torch.zeros(len(stack), len(stack), dtype=torch.float64)
     for piece in chunks(stack.shape[1]):
         part = stack[:, piece].to(torch.float64)
         gram += part @ part.T
+    gram = (gram + gram.T) / 2  # a product of matrices is symmetric up to rounding; ties would be broken by that
     norms = gram.diagonal()
     distances = (norms[:, None] + norms[None, :] - 2 * gram).clamp(min=0)
     return distances.fill_diagonal_(0)

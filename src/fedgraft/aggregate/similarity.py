@@ -19,6 +19,7 @@ from torch import Tensor
 from fedgraft.core.errors import FedgraftError
 
 RANK_GUARD = 1e-6  # directions with a smaller share of the largest singular value are rounding noise
+TIE = 1e-6  # dissimilarities of float32 features that differ by less are equal
 
 
 # ---- SVCCA -------------------------------------------------------------------------------------------------------
@@ -227,13 +228,20 @@ def _signature_covariance(x: Tensor) -> Tensor:
 
 
 def _signature_rsa(x: Tensor) -> Tensor:
-    """Return the centred ranks of 1 - Pearson correlation over all pairs of examples; their cosine is Spearman's."""
+    """Return the centred ranks of 1 - Pearson correlation over all pairs of examples; their cosine is Spearman's.
+
+    A client with few images shows some of them again, so pairs repeat: what differs by less than `TIE` has one rank.
+    """
     from scipy.stats import rankdata
 
     if not bool(x.isfinite().all()):
         return torch.zeros(len(x) * (len(x) - 1) // 2)
-    dissimilarity = 1 - torch.corrcoef(x.to(torch.float64))
-    ranks = torch.from_numpy(rankdata(dissimilarity[*torch.triu_indices(len(x), len(x), 1)].numpy()))
+    dissimilarity = (1 - torch.corrcoef(x.to(torch.float64)))[*torch.triu_indices(len(x), len(x), 1)]
+    ordered, order = dissimilarity.sort(stable=True)
+    new_level = (ordered.diff() > TIE).to(torch.int64)
+    levels = torch.zeros(len(order), dtype=torch.int64)
+    levels[order[1:]] = new_level.cumsum(0)
+    ranks = torch.from_numpy(rankdata(levels.numpy()))
     return ranks - ranks.mean()
 
 

@@ -175,6 +175,33 @@ def test_clip_norms() -> None:
     torch.testing.assert_close(norms, torch.tensor([2.75, 0.5, 2.75, 0.0]))
 
 
+def test_distances_are_symmetric_to_the_last_bit() -> None:
+    """Two updates that are each other's nearest tie under Krum: the lower number wins, not a product's rounding."""
+    stack = torch.randn(7, 203, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    distances = robust.squared_distances(stack)
+    assert torch.equal(distances, distances.T)
+
+
+def test_bulyan_breaks_ties_by_the_lower_client() -> None:
+    """Bulyan's last choices have one neighbour each, so they always tie: compared with a loop over differences."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        stack = torch.randn(7, 165, generator=generator)
+        rows = stack.double().numpy()
+        candidates = list(range(7))
+        selected = []
+        while len(selected) < 5:
+            scores = []
+            for i in candidates:
+                squares = sorted(((rows[i] - rows[j]) ** 2).sum() for j in candidates if j != i)
+                scores.append(sum(squares[: max(1, len(candidates) - 3)]))
+            selected.append(candidates.pop(scores.index(min(scores))))
+        chosen = rows[selected]
+        nearest = np.argsort(np.abs(chosen - np.median(chosen, axis=0)), axis=0, kind="stable")[:3]
+        expected = np.take_along_axis(chosen, nearest, axis=0).mean(0)
+        np.testing.assert_allclose(robust.bulyan(1)(stack, torch.ones(7)).numpy(), expected, atol=1e-6)
+
+
 def test_distances_survive_cancellation() -> None:
     """float32 Gram distances of near-equal long vectors are noise; ours are the true ones, and never negative."""
     base = stack(1, 5000)[0] * 100

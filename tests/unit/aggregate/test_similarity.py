@@ -258,6 +258,22 @@ def test_rsa_against_scipy() -> None:
     assert float(sim.crsm([x, y], "rsa")[0, 1]) == pytest.approx(max(0.0, expected))
 
 
+def test_rsa_of_repeated_rows_ties_whatever_their_last_digits() -> None:
+    """A client with five images shows some again; features of the same image differ in the last bits of float32."""
+    from scipy.spatial.distance import pdist
+    from scipy.stats import spearmanr
+
+    generator = torch.Generator().manual_seed(3)
+    few = torch.randn(5, 6, generator=generator)
+    repeated = few[torch.arange(20) % 5]
+    jittered = repeated * (1 + 1e-7 * torch.randn(20, 6, generator=generator))
+    others = torch.randn(20, 6, generator=generator)
+    ranks = pdist(repeated.double().numpy(), "correlation").round(9)
+    expected = spearmanr(ranks, pdist(others.double().numpy(), "correlation")).statistic
+    assert float(sim.crsm([jittered, others], "rsa")[0, 1]) == pytest.approx(max(0.0, expected), abs=1e-12)
+    assert expected > 0.01
+
+
 def test_label_histogram_and_constant() -> None:
     counts = torch.tensor([[3, 4, 0], [6, 8, 0], [0, 0, 5]])
     expected = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 1.0]]).double()
