@@ -83,7 +83,7 @@ def judge(mutant: Mutant, tests: Sequence[str], coverage: CoverageMap, results: 
 
 def run(options: argparse.Namespace) -> None:
     """Try the mutants of the sample that have no verdict yet, or those whose verdict is to be tried again."""
-    coverage = CoverageMap.load(options.results / "coverage.json")
+    coverage = CoverageMap.load(options.results)
     results = Results(options.results / "results.jsonl")
     waiting = []
     for mutant in draw(options.sample, options.seed):
@@ -131,7 +131,7 @@ def gate() -> None:
 
 def choose(options: argparse.Namespace) -> None:
     """Write the gate's list: killed mutants of quick tests, as many of each folder as its share of the sample says."""
-    coverage = CoverageMap.load(options.results / "coverage.json")
+    coverage = CoverageMap.load(options.results)
     results = Results(options.results / "results.jsonl")
     present = {mutant.id for mutant in draw(options.sample, options.seed)}
     rows = [row for row in results.mutants.values() if row["status"] == "killed" and row["id"] in present]
@@ -156,10 +156,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45, help="most seconds of tests for a mutant")
     parser.add_argument("--retry", nargs="*", default=[], help="try these verdicts again if fewer tests were tried")
     parser.add_argument("--only", default="", help="only files that begin so, for example core/")
-    parser.add_argument("--slow", action="store_true", help="record: with the tests marked slow")
+    parser.add_argument("--slow", action="store_true", help="record: the tests marked slow")
     options = parser.parse_args()
     if options.command == "record":
-        sys.exit(record(options.results / "coverage.json", slow=options.slow))
+        sys.exit(record(options.results, slow=options.slow))
     elif options.command == "run":
         run(options)
     elif options.command == "choose":

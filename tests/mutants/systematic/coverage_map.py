@@ -1,4 +1,4 @@
-"""Which tests reach which lines: one run of the quick tests under coverage.py, one context per test.
+"""Which tests reach which lines: a run of the tests under coverage.py, one context per test.
 
 The map is a JSON file outside the tracked tree: `seconds` holds the duration of every test that passed, `lines` holds
 for each source file and line the numbers of the tests (positions in `seconds`) that executed it. Lines executed only in
@@ -46,16 +46,17 @@ class Recorder:
             self.failed.add(report.nodeid)
 
 
-def record(target: Path, slow: bool) -> int:
-    """Run the quick tests (`slow`: the slow ones too), write the map to `target`, return pytest's exit code."""
+def record(folder: Path, slow: bool) -> int:
+    """Run the quick tests or the slow ones, write the map into a folder, return pytest's exit code."""
     recorder = Recorder()
     recorder.coverage.start()
     ignored = [f"--deselect={file}" for file in READS_SOURCES]
-    marks = "not deploy" if slow else "not slow and not deploy"
+    marks = "slow and not deploy" if slow else "not slow and not deploy"
     words = ["-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks, *ignored]
     code = int(pytest.main([*words, *TESTS], plugins=[recorder]))
     recorder.coverage.stop()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / ("coverage-slow.json" if slow else "coverage.json")
     target.write_text(json.dumps(_as_json(recorder)))
     return code
 
@@ -82,16 +83,22 @@ class CoverageMap:
     lines: dict[str, dict[int, frozenset[str]]] = field(repr=False)
 
     @classmethod
-    def load(cls, source: Path) -> CoverageMap:
-        """Read a map that `record` wrote."""
-        if not source.is_file():
-            sys.exit(f"{source} is missing: run `python -m tests.mutants.systematic record` first.")
-        stored = json.loads(source.read_text())
-        names = list(stored["seconds"])
+    def load(cls, folder: Path) -> CoverageMap:
+        """Read the maps that `record` wrote into a folder: of the quick tests, and of the slow ones where there is one."""
+        if not (folder / "coverage.json").is_file():
+            sys.exit(f"{folder} has no map: run `python -m tests.mutants.systematic record` first.")
+        seconds: dict[str, float] = {}
         lines: dict[str, dict[int, frozenset[str]]] = {}
-        for file, by_line in stored["lines"].items():
-            lines[file] = {int(line): frozenset(names[n] for n in numbers) for line, numbers in by_line.items()}
-        return cls(stored["seconds"], lines)
+        for path in sorted(folder.glob("coverage*.json")):
+            stored = json.loads(path.read_text())
+            names = list(stored["seconds"])
+            seconds |= stored["seconds"]
+            for file, by_line in stored["lines"].items():
+                tests_by_line = lines.setdefault(file, {})
+                for line, numbers in by_line.items():
+                    tests = frozenset(names[number] for number in numbers)
+                    tests_by_line[int(line)] = tests_by_line.get(int(line), frozenset()) | tests
+        return cls(seconds, lines)
 
     def covering(self, file: str, first: int, last: int) -> frozenset[str]:
         """Return the tests that execute any of the lines `first` to `last` of a file."""

@@ -1,7 +1,7 @@
 """pytest on chosen tests with one mutant planted, in a fork of a process that has imported everything but fedgraft.
 
 The mutant lives in a tree of hard links to the package, so the tree is never edited and processes that tests start see
-it too. Processor time, memory and file sizes of a child are limited: a mutant that loops or grows without end is ended.
+it too. Processor time and memory of a child are limited: a mutant that loops or grows without end is ended.
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ def _child(tests: Sequence[str], source: Path, scratch: Path, expected: float) -
     os.dup2(output, 2)
     processor = int(30 + 8 * expected)
     resource.setrlimit(resource.RLIMIT_CPU, (processor, processor + 5))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (GIGABYTE, GIGABYTE))
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + 6 * GIGABYTE, virtual + 6 * GIGABYTE))
     os.chdir(ROOT)
