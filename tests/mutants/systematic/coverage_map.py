@@ -84,7 +84,7 @@ class CoverageMap:
 
     @classmethod
     def load(cls, folder: Path) -> CoverageMap:
-        """Read the maps that `record` wrote into a folder: of the quick tests, and of the slow ones where there is one."""
+        """Read the maps that `record` wrote into a folder: of the quick tests, and of the slow ones if there."""
         if not (folder / "coverage.json").is_file():
             sys.exit(f"{folder} has no map: run `python -m tests.mutants.systematic record` first.")
         seconds: dict[str, float] = {}

@@ -6,7 +6,9 @@ it too. Processor time and memory of a child are limited: a mutant that loops or
 
 from __future__ import annotations
 
+import compileall
 import contextlib
+import gc
 import os
 import resource
 import shutil
@@ -49,6 +51,7 @@ class _FirstFailure:
 
 def warm_up(files: Sequence[str]) -> None:
     """Import what the test files import, once for all children, and forget what is ours."""
+    sys.dont_write_bytecode = False  # children read the bytecode of tests and package
     null = os.open(os.devnull, os.O_WRONLY)
     stdout = os.dup(1)
     os.dup2(null, 1)
@@ -60,6 +63,9 @@ def warm_up(files: Sequence[str]) -> None:
     for module in loaded(*OURS):
         if not module.__name__.startswith("tests.mutants"):
             sys.modules.pop(module.__name__, None)
+    compileall.compile_dir(PACKAGE, quiet=2)
+    gc.collect()
+    gc.freeze()  # pytest collects garbage at the end of a session: not the heap of all imports in every child
 
 
 def attempt(tests: Sequence[str], expected: float, mutant: Mutant | None = None) -> Verdict:
