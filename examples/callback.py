@@ -4,13 +4,13 @@ import fedgraft as fg
 
 
 class Watch(fg.Callback):
-    """Override what you want to hear of; what happens here cannot change the result."""
+    """Override the events you need; what happens here cannot change the result."""
 
     def on_round_end(self, line, state):
         """`line` is this round's line of metrics.jsonl, `state` the server's."""
         print(f"round {line['round']}: loss {line['train_loss']:.3f}, model of norm {state.vector.norm():.2f}")
 
-    def on_end(self, summary):
+    def on_run_end(self, summary):
         """After the final test."""
         print(f"test accuracy {summary['test']['accuracy']:.3f}, {summary['bytes_up']:,} bytes up")
 

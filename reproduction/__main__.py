@@ -112,7 +112,7 @@ def _one(
 
 
 def _answers(out: Path) -> None:
-    from fedgraft.core.files import write_text
+    from fedgraft.core.store import write_text
     from reproduction.answers_page import answers_html, answers_page, claims_page, results
 
     if not any(out.glob("q*/numbers.json")):

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from fedgraft.config.load import to_toml
-from fedgraft.core.files import write_text
+from fedgraft.core.store import write_text
 from fedgraft.metrics.statistics import bytes_to, latex, markdown_table, summarise
 from fedgraft.report.html import rows_csv
 from fedgraft.runs.folder import RunFolder

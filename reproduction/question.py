@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from fedgraft.config.options import Section
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_text
+from fedgraft.core.store import write_text
 from reproduction.preset import PRESETS, SCALES, Claim, Preset, cells, checked, combinations
 from reproduction.reproduce import Found
 
@@ -165,4 +165,4 @@ def keep(parts: dict[str, Found], folder: Path) -> None:
             measures = {m: series for m in wanted if (series := found.measured(cell.label, m))}
             made["cells"][cell.label] = {"evaluations": found.evaluations(cell.label), **measures}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "numbers.json", json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    write_text(folder / "numbers.json", json.dumps(table, separators=(",", ":"), ensure_ascii=False) + "\n")

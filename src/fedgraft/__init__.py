@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-_HOMES = {public: home for *home, public in re.findall(r"^from (\S+) import (\w+) as (\w+)$", _STUB, re.MULTILINE)}
+_HOMES: dict[str, tuple[str, str]] = {}
+for _module, _name, _public in re.findall(r"^from (\S+) import (\w+) as (\w+)$", _STUB, re.MULTILINE):
+    _HOMES[_public] = (_module, _name)
 """Module and name there of each public name."""
 
 __all__ = ["__version__", *_HOMES]
@@ -26,12 +28,20 @@ def __getattr__(name: str) -> Any:
         value: Any = version("fedgraft")
     elif name in _HOMES:
         module, other = _HOMES[name]
-        found = None if module == "fedgraft" else import_module(module)
-        value = getattr(found, other) if hasattr(found, other) else import_module(f"{module}.{other}")
+        value = _imported(module, other)
     else:
         raise AttributeError(f"module 'fedgraft' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def _imported(module: str, name: str) -> Any:
+    """Return the object of this name in a module, or the submodule of this name."""
+    if module != "fedgraft":
+        home = import_module(module)
+        if hasattr(home, name):
+            return getattr(home, name)
+    return import_module(f"{module}.{name}")
 
 
 def __dir__() -> list[str]:

@@ -87,6 +87,7 @@ from fedgraft.runs.api import Result as Result
 from fedgraft.runs.api import load_parts as load
 from fedgraft.runs.api import run as run
 from fedgraft.runs.callbacks import Callback as Callback
+from fedgraft.runs.callbacks import StopRun as StopRun
 from fedgraft.runs.centralized import run_centralized as run_centralized
 from fedgraft.runs.deliver import export_run as export_run
 from fedgraft.runs.engines import Engines as Engines

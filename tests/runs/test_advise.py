@@ -85,35 +85,35 @@ def test_a_run_is_named_after_its_folder_in_plain_letters(tmp_path: Path) -> Non
 
 
 def test_it_tries_recommends_and_writes_a_config_that_runs(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     config = config_for("digits", {"name": "advised"}, SMALL)
     with without_pictures():
-        found = advise_settings(config, 2e5, tmp_path / "trials", rounds=1, images=120, report=said.append)
-        again = advise_settings(config, 2e5, tmp_path / "trials", rounds=1, images=120, report=said.append)
-    assert again == found and sum("trying" in line for line in said) == 4  # the second time nothing is tried
-    rows = {row["candidate"]: row for row in found.rows()}
+        advice = advise_settings(config, 2e5, tmp_path / "trials", rounds=1, images=120, report=lines.append)
+        again = advise_settings(config, 2e5, tmp_path / "trials", rounds=1, images=120, report=lines.append)
+    assert again == advice and sum("trying" in line for line in lines) == 4  # the second time nothing is tried
+    rows = {row["candidate"]: row for row in advice.rows()}
     assert list(rows) == ["head", "lora", "sparse 90 %", "last 2 blocks"]
     assert [row["status"] for row in rows.values()].count("best") == 1
     assert "over the budget" in rows["last 2 blocks"]["status"]
-    assert "expect" in recommendation(found)[0]
-    to_file(found, tmp_path / "mine.toml", "fedgraft advise digits")
+    assert "expect" in recommendation(advice)[0]
+    to_file(advice, tmp_path / "mine.toml", "fedgraft advise digits")
     written = load(tmp_path / "mine.toml")
-    assert written.digest == found.best.config.digest and written.rounds.total == found.best.rounds
-    assert build_algorithm(written).trainable.kind == found.best.config.trainable.kind
+    assert written.digest == advice.best.config.digest and written.rounds.total == advice.best.rounds
+    assert build_algorithm(written).trainable.kind == advice.best.config.trainable.kind
     assert "privacy" not in tomllib.loads((tmp_path / "mine.toml").read_text())  # defaults are left out
 
 
 def test_time_that_is_over_leaves_candidates_untried(tmp_path: Path) -> None:
-    found = advise_settings(
+    advice = advise_settings(
         config_for("digits", {"name": "advised"}, SMALL), 1e9, tmp_path, 1e-9, 1, 120, lambda line: None
     )
-    assert all("not tried" in one.excluded for one in found.candidates)
+    assert all("not tried" in candidate.excluded for candidate in advice.candidates)
     with raises("E-CONSORTIUM-NOTHING-FITS", budget=1e9):
-        recommendation(found)
+        recommendation(advice)
 
 
-def tried(label: str, accuracy: float, each: float, rounds: int, said: str = "") -> Candidate:
-    return Candidate(label, load(None, []), 0.5, accuracy, 400, each, 20, rounds, 1.0, said)
+def tried(label: str, accuracy: float, each: float, rounds: int, excluded_by: str = "") -> Candidate:
+    return Candidate(label, load(None, []), 0.5, accuracy, 400, each, 20, rounds, 1.0, excluded_by)
 
 
 def test_what_a_trial_cannot_tell_apart_is_decided_by_cost() -> None:

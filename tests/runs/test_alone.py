@@ -28,9 +28,9 @@ def test_each_start_is_scikit_learns_ridge_head_of_the_clients_own_images_up_to_
     from sklearn.linear_model import Ridge
 
     made = Open(tiny(*ALONE))
-    found = own_starts(made.setup, made.engines, made.space, made.start)
+    starts = own_starts(made.setup, made.engines, made.space, made.start)
     before = made.space.gather(made.network)
-    for client, vector in found.items():
+    for client, vector in starts.items():
         rows = made.data.rows(client)
         z = features_of(made.network, made.setup.backbone_context.examples, rows).double()
         targets = torch.nn.functional.one_hot(made.task.train_images.labels[rows], made.network.classes) - 0.1
@@ -39,7 +39,7 @@ def test_each_start_is_scikit_learns_ridge_head_of_the_clients_own_images_up_to_
         ours = made.network.head.weight.detach().double().numpy()
         scale = (ours * theirs.coef_).sum() / np.square(theirs.coef_).sum()
         np.testing.assert_allclose(ours, scale * theirs.coef_, rtol=1e-3, atol=1e-4 * np.abs(ours).max())
-    assert len(found) == 3 and not any(torch.equal(vector, before) for vector in found.values())
+    assert len(starts) == 3 and not any(torch.equal(vector, before) for vector in starts.values())
 
 
 @pytest.mark.parametrize(

@@ -69,22 +69,22 @@ Numbers = dict[tuple[str, str], tuple[float | None, float | None]]
 
 def table(root: Path, settings: Config, attacks: list[str], rules: list[str], share: float = 0.2) -> Numbers:
     """(accuracy, backdoor) by rule and attack."""
-    found = attack_table(AttackPlan(settings, attacks, rules, share), root, report=lambda line: None)
-    return {(one.rule, one.attack): (one.accuracy, one.backdoor) for one in found}
+    results = attack_table(AttackPlan(settings, attacks, rules, share), root, report=lambda line: None)
+    return {(result.rule, result.attack): (result.accuracy, result.backdoor) for result in results}
 
 
 def test_a_table_of_rules_and_attacks(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     plan = AttackPlan(config(), ["sign_flip", "nan", "backdoor_boosted"], ["mean", "bulyan", "nnm+median"], 0.15)
-    found = attack_table(plan, tmp_path, report=said.append)
-    assert len(found) == len(said) == 3 * 4
-    assert all(c.accuracy is not None and 0 <= c.accuracy <= 1 and not c.note for c in found)
-    by_name = {(c.rule, c.attack): c.accuracy for c in found}
+    results = attack_table(plan, tmp_path, report=lines.append)
+    assert len(results) == len(lines) == 3 * 4
+    assert all(c.accuracy is not None and 0 <= c.accuracy <= 1 and not c.note for c in results)
+    by_name = {(c.rule, c.attack): c.accuracy for c in results}
     # Validation drops NaN, so the mean of the others stays near the benign one.
     assert by_name["mean", "nan"] == pytest.approx(by_name["mean", BENIGN], abs=0.08)
-    assert said[0].startswith("[1/12] stratified / mean / benign / seed 0: validation ")
+    assert lines[0].startswith("[1/12] stratified / mean / benign / seed 0: validation ")
     assert not list(tmp_path.rglob("checkpoints"))
-    assert attack_table(plan, tmp_path, report=said.append) == found and len(said) == 12  # nothing is run twice
+    assert attack_table(plan, tmp_path, report=lines.append) == results and len(lines) == 12  # nothing is run twice
 
 
 def test_a_benign_cell_is_the_run_of_the_same_config(tmp_path: Path) -> None:
@@ -117,12 +117,12 @@ def test_a_table_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert table(tmp_path / "b", config(), ["sign_flip"], ["median"]) == whole and len(calls) == 3
 
 
-@pytest.mark.parametrize("kept", ["true", "false"])
-def test_a_boosted_backdoor_succeeds_against_the_mean(tmp_path: Path, kept: str) -> None:
-    """With kept features and from pixels; the benign model does not have it, and the attacked one still works."""
-    settings = config("rounds.total=8", "local.lr=0.01", f"data.cache_features={kept}")
-    found = table(tmp_path, settings, ["backdoor_boosted"], ["mean"], 0.3)
-    benign, (accuracy, backdoor) = found["mean", BENIGN][1], found["mean", "backdoor_boosted"]
+@pytest.mark.parametrize("cache_features", ["true", "false"])
+def test_a_boosted_backdoor_succeeds_against_the_mean(tmp_path: Path, cache_features: str) -> None:
+    """With cached features and from pixels; the benign model does not have it, and the attacked one still works."""
+    settings = config("rounds.total=8", "local.lr=0.01", f"data.cache_features={cache_features}")
+    results = table(tmp_path, settings, ["backdoor_boosted"], ["mean"], 0.3)
+    benign, (accuracy, backdoor) = results["mean", BENIGN][1], results["mean", "backdoor_boosted"]
     assert benign is not None and backdoor is not None and backdoor > benign + 0.3
     assert (accuracy or 0) > 0.3  # not a model that says the target to everything
 
@@ -137,15 +137,16 @@ def test_a_boosted_backdoor_succeeds_against_the_mean(tmp_path: Path, kept: str)
 )
 def test_the_same_table_however_it_is_computed(tmp_path: Path, options: tuple[str, str], within: float) -> None:
     attacks = ["label_flip", "backdoor"]  # a lie in the labels, and one in the images that are kept as features
-    one, two = (table(tmp_path / option, config(option), attacks, ["median"], 0.15) for option in options)
-    for name, (accuracy, backdoor) in one.items():
-        assert (accuracy, backdoor) == pytest.approx(two[name], abs=within)
+    first, second = (table(tmp_path / option, config(option), attacks, ["median"], 0.15) for option in options)
+    for name, (accuracy, backdoor) in first.items():
+        assert (accuracy, backdoor) == pytest.approx(second[name], abs=within)
 
 
 def test_a_rule_that_cannot_work_says_why_and_the_others_go_on(tmp_path: Path) -> None:
-    found = attack_table(AttackPlan(config(), ["zero"], ["bulyan", "mean"], 0.3), tmp_path, report=lambda line: None)
+    results = attack_table(AttackPlan(config(), ["zero"], ["bulyan", "mean"], 0.3), tmp_path, report=lambda line: None)
     bulyan, mean = (
-        next(one for one in found if one.rule == rule and one.attack == "zero") for rule in ("bulyan", "mean")
+        next(result for result in results if result.rule == rule and result.attack == "zero")
+        for rule in ("bulyan", "mean")
     )
     assert bulyan.accuracy is None and "needs at least 11 responses" in bulyan.note
     assert mean.accuracy is not None
@@ -155,9 +156,9 @@ def test_seeds_and_partitions_are_cells() -> None:
     plan = AttackPlan(config(), ["zero"], ["krum", "mean"], 0.3, ["iid", "dirichlet:0.5"], [1, 2])
     cells = plan.cells(Path("root"))
     assert len(cells) == len({cell.folder for cell in cells.values()}) == 16
-    one = cells[AttackResult("dirichlet:0.5", "krum", "zero", 2)].config
-    assert (one.seed, one.partition.alpha, one.algorithm.robust) == (2, 0.5, "krum")
-    assert one.algorithm.attackers == 2  # of seven clients, all in the cohort
+    krum_config = cells[AttackResult("dirichlet:0.5", "krum", "zero", 2)].config
+    assert (krum_config.seed, krum_config.partition.alpha, krum_config.algorithm.robust) == (2, 0.5, "krum")
+    assert krum_config.algorithm.attackers == 2  # of seven clients, all in the cohort
     assert cells[AttackResult("iid", "mean", "zero", 1)].config.algorithm.attackers == 0
 
 
@@ -207,8 +208,8 @@ def test_drop_and_backdoor_stand_apart() -> None:
 def test_a_table_over_seeds_has_means() -> None:
     """Drops of 0.1 and 0.3 have the mean 0.2; the deviations are 0.1 / sqrt(2) points, n-1."""
     values = {BENIGN: (0.9, 0.8), "zero": (0.8, 0.5), "nan": (0.7, 0.75)}
-    found = [AttackResult("iid", "mean", name, seed, both[seed]) for seed in (0, 1) for name, both in values.items()]
-    (row,) = summary_rows(found)["iid"]
+    results = [AttackResult("iid", "mean", name, seed, both[seed]) for seed in (0, 1) for name, both in values.items()]
+    (row,) = summary_rows(results)["iid"]
     assert row["benign (%)"] == "85.00 ± 7.07" and row["worst drop"] == "20.0 (zero)"
 
 
@@ -217,7 +218,7 @@ def test_given_features_have_no_place_for_a_trigger(tmp_path: Path) -> None:
     labels = {"train_y": np.arange(140) % 4, "test_y": np.arange(40) % 4}
     inputs = {f"{n[:-1]}x": draw.normal(size=(len(y), 8)).astype(np.float32) + y[:, None] for n, y in labels.items()}
     np.savez(tmp_path / "given.npz", **labels, **inputs)
-    given = load(
+    settings = load(
         None,
         [
             "data.source=features",
@@ -227,10 +228,12 @@ def test_given_features_have_no_place_for_a_trigger(tmp_path: Path) -> None:
             "rounds.total=2",
         ],
     )
-    found = table(tmp_path / "t", given, ["sign_flip"], ["mean", "median"])
-    assert all(backdoor is None and accuracy is not None for accuracy, backdoor in found.values()) and len(found) == 4
+    results = table(tmp_path / "t", settings, ["sign_flip"], ["mean", "median"])
+    assert (
+        all(backdoor is None and accuracy is not None for accuracy, backdoor in results.values()) and len(results) == 4
+    )
     with raises("E-CONSORTIUM-BACKDOOR-FEATURES"):
-        AttackPlan(given, ["backdoor"], ["mean"])
+        AttackPlan(settings, ["backdoor"], ["mean"])
 
 
 def test_three_files(tmp_path: Path) -> None:

@@ -49,12 +49,14 @@ SPARSE = ["trainable.kind=sparse", "trainable.sparse.samples=16", "trainable.spa
 )
 def test_a_checkpoint_tests_the_same_with_one_and_two_workers(words: list[str], tmp_path: Path) -> None:
     with without_pictures():
-        found = [run(load(None, [*RESNET, *words, f"workers={n}"]), tmp_path / str(n), console=False) for n in (1, 2)]
-    assert found[0]["test"] == found[1]["test"]
+        summaries = [
+            run(load(None, [*RESNET, *words, f"workers={n}"]), tmp_path / str(n), console=False) for n in (1, 2)
+        ]
+    assert summaries[0]["test"] == summaries[1]["test"]
     ours, theirs = (tensors_of(tmp_path / str(n)) for n in (1, 2))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     again = evaluate_run(tmp_path / "2", None)
-    assert (again.accuracy, again.count) == (found[0]["test"]["accuracy"], found[0]["test"]["count"])
+    assert (again.accuracy, again.count) == (summaries[0]["test"]["accuracy"], summaries[0]["test"]["count"])
     model = adapted(tmp_path / "1")
     inside = {part.name for part in model.opened.space.buffers}
     untouched = [t for n, t in model.network.named_buffers() if n.endswith("running_var") and n not in inside]
@@ -70,11 +72,11 @@ def test_a_batch_of_one_image_trains_where_maps_have_one_pixel(words: list[str],
     images = int(min(setup_of(config).task.data.partition.sizes()))
     words = [word.replace("EPOCH", str(images - 1)) for word in words]
     with without_pictures():
-        found = [
+        evaluations = [
             run(load(None, [*LONE, "partition.clients=2", *words, f"workers={n}"]), tmp_path / str(n), console=False)
             for n in (1, 2)
         ]
-    assert found[0]["test"] == found[1]["test"]
+    assert evaluations[0]["test"] == evaluations[1]["test"]
     ours, theirs = (tensors_of(tmp_path / str(n)) for n in (1, 2))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert all(bool(tensor.isfinite().all()) for tensor in ours.values() if tensor.is_floating_point())

@@ -96,7 +96,7 @@ class Reader:
             if line.startswith(start):
                 self.skipped.append(start)
                 return
-        words = [word for one in shlex.split(line) for word in filled_in(one)]
+        words = [word for word_on_page in shlex.split(line) for word in filled_in(word_on_page)]
         assert words[0] == "fedgraft", f"nobody knows how to run {line!r}"
         if words[1] in TRAINING:
             words += SMALL
@@ -111,8 +111,8 @@ def filled_in(word: str) -> list[str]:
     star = word.replace("...", "*")
     if not list(Path().glob(star)):
         command(["fedgraft", "run", f"name={star.removeprefix('runs/').removesuffix('-*')}", "seed=5", *SMALL])
-    found = sorted(map(str, Path().glob(star)))
-    return found if word.endswith("*") else found[:1]
+    matches = sorted(map(str, Path().glob(star)))
+    return matches if word.endswith("*") else matches[:1]
 
 
 def command(words: list[str]) -> None:

@@ -56,8 +56,8 @@ def test_example_runs_as_it_is(
     monkeypatch.setenv("FEDGRAFT_CACHE", str(cache))
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
-    said = capsys.readouterr().out
-    assert re.search(ENDINGS[name], said), said
+    output = capsys.readouterr().out
+    assert re.search(ENDINGS[name], output), output
     assert not list(tmp_path.iterdir())  # nothing is left where it was started
 
 
@@ -92,8 +92,8 @@ def test_public_names_exist_and_say_what_they_are() -> None:
 def test_names_for_type_checkers_are_the_names_at_run_time() -> None:
     """Both come from one list; a line of it that is not read would be a name for type checkers only."""
     tree = ast.parse((ROOT / "src/fedgraft/__init__.pyi").read_text())
-    told = [(n.module, a.name, a.asname) for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
-    assert told == [(*home, name) for name, home in fedgraft._HOMES.items()]
+    imports = [(n.module, a.name, a.asname) for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
+    assert imports == [(*home, name) for name, home in fedgraft._HOMES.items()]
 
 
 def test_a_name_that_is_not_there() -> None:
@@ -104,17 +104,17 @@ def test_a_name_that_is_not_there() -> None:
 HEAVY = "import sys, {}; print(*sorted({{'torch', 'transformers', 'pydantic', 'numpy'}} & set(sys.modules)))"
 
 
-@pytest.mark.parametrize(("what", "loaded"), [("fedgraft", ""), ("fedgraft.core.state", "numpy torch")])
-def test_importing_fedgraft_is_light(what: str, loaded: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "loaded"), [("fedgraft", ""), ("fedgraft.core.state", "numpy torch")])
+def test_importing_fedgraft_is_light(module: str, loaded: str, tmp_path: Path) -> None:
     """The second case shows that the check sees what is loaded."""
-    assert python("-c", HEAVY.format(what), cwd=tmp_path).stdout.strip() == loaded
+    assert python("-c", HEAVY.format(module), cwd=tmp_path).stdout.strip() == loaded
 
 
 @pytest.mark.filterwarnings("ignore:.*click.*:DeprecationWarning")
 def test_commands_named_in_the_documents_exist() -> None:
     from fedgraft.cli.main import app
 
-    known = {one.name or one.callback.__name__ for one in app.registered_commands if one.callback}
+    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     known |= {group.name for group in app.registered_groups if isinstance(group.name, str)}
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     blocks = [
@@ -144,14 +144,14 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> set[str]:
     """Every config key and table by its full name, optional tables included."""
-    found: set[str] = set()
+    keys: set[str] = set()
     for name, info in section.model_fields.items():
         inner = [t for t in (info.annotation, *get_args(info.annotation)) if isinstance(t, type)]
-        found.add(prefix + name)
+        keys.add(prefix + name)
         for kind in inner:
             if issubclass(kind, BaseModel):
-                found |= all_keys(kind, f"{prefix}{name}.")
-    return found
+                keys |= all_keys(kind, f"{prefix}{name}.")
+    return keys
 
 
 def strange_words(text: str) -> list[str]:

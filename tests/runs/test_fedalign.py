@@ -18,7 +18,6 @@ from torch import Tensor
 from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import Answers
 from fedgraft.config.load import load
-from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.edit.dense import head
 from fedgraft.local.features import hidden
@@ -121,9 +120,9 @@ def same_clients(algorithm: Any) -> Toy:
 
 @pytest.mark.parametrize("align", ["client", "random"])
 def test_identical_clients_are_fedavg_to_the_bit(align: str) -> None:
-    one = LocalTraining(3, batch_size=1)
-    aligned = same_clients(zoo.fedalign(align=align, **SMALL | {"local": one}))
-    plain = same_clients(zoo.fedavg(local=one))
+    training = LocalTraining(3, batch_size=1)
+    aligned = same_clients(zoo.fedalign(align=align, **SMALL | {"local": training}))
+    plain = same_clients(zoo.fedavg(local=training))
     assert torch.equal(aligned.run(3).vector, plain.run(3).vector)
     if align == "client":
         assert torch.equal(weights(aligned), weights(plain))
@@ -164,7 +163,7 @@ def test_too_few_probe_rows_are_refused() -> None:
 
 def test_too_few_validation_images_are_refused() -> None:
     setup = setup_of(load(None, [*TINY, "algorithm.probe=50"]))
-    with pytest.raises(FedgraftError, match="needs 50 validation images and there are 40"):
+    with raises("E-RUN-PROBE-SIZE", needed=50, available=40):
         make_probe(setup, 0)
 
 
@@ -173,9 +172,11 @@ def test_probe_and_clients_images_enter_where_nothing_before_them_is_trained_or_
     last, pixels = ["trainable.kind=last_blocks", "trainable.blocks=1"], "data.cache_features=false"
     for layers, entry in ((("block1.mlp",), 1), (("block0.mlp", "block1.mlp"), 0)):
         words = [*TINY, *last, f"algorithm.layers={list(layers)}".replace("'", '"')]
-        kept, plain = (open_run(setup_of(load(None, given)), None).context for given in (words, [*words, pixels]))
-        assert (kept.examples.entry, kept.probe.entry) == (1, entry) and plain.probe.entry == 0
-        seen = [hidden(one.network, layers, one.probe) for one in (kept, plain)]
+        cached, plain = (
+            open_run(setup_of(load(None, overrides)), None).context for overrides in (words, [*words, pixels])
+        )
+        assert (cached.examples.entry, cached.probe.entry) == (1, entry) and plain.probe.entry == 0
+        seen = [hidden(opened.network, layers, opened.probe) for opened in (cached, plain)]
         torch.testing.assert_close(*seen, rtol=1e-5, atol=1e-5)
 
 

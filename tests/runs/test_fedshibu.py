@@ -84,12 +84,14 @@ def test_the_matrix_is_similarity_times_examples() -> None:
 def test_similarities_differ() -> None:
     """They are not all the same function under other names."""
     kinds = [s for s in SIMILARITIES if s != "constant"]
-    found = {}
+    vectors = {}
     for similarity in kinds:
         toy = everyone(shibu(similarity))
         toy.run(1)
-        found[similarity] = toy.summary.extra["mixing"]
-    alike = [(a, b) for i, a in enumerate(kinds) for b in kinds[:i] if torch.allclose(found[a], found[b], atol=1e-6)]
+        vectors[similarity] = toy.summary.extra["mixing"]
+    alike = [
+        (a, b) for i, a in enumerate(kinds) for b in kinds[:i] if torch.allclose(vectors[a], vectors[b], atol=1e-6)
+    ]
     # Here a client holds one class, so that label histograms are alike or not at all: that is what groups are.
     assert alike == [("groups", "label_histogram")]
 

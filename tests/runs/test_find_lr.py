@@ -113,11 +113,11 @@ def test_what_a_search_refuses(tmp_path: Path) -> None:
 
 def test_choosing_among_probes() -> None:
     probes = (Probe(0.1, 0.8, 0.9, ""), Probe(0.2, 0.7, 0.8, ""), Probe(0.3, 0.9, 0.1, "diverged in round 3"))
-    found = Findings(probes)
-    assert found.best.rate == 0.2 and not found.at_edge  # the lowest loss; a stopped one does not count
+    findings = Findings(probes)
+    assert findings.best.rate == 0.2 and not findings.at_edge  # the lowest loss; a stopped one does not count
     assert Findings(probes[:2]).at_edge and not Findings(probes[:1]).at_edge
-    assert found.rows()[1] == {"learning rate": "0.2", "validation (%)": "70.00", "loss": "0.8", "status": "best"}
-    assert [row["status"] for row in found.rows()] == ["finished", "best", "diverged in round 3"]
+    assert findings.rows()[1] == {"learning rate": "0.2", "validation (%)": "70.00", "loss": "0.8", "status": "best"}
+    assert [row["status"] for row in findings.rows()] == ["finished", "best", "diverged in round 3"]
 
 
 def test_widening_by_hand() -> None:
@@ -142,9 +142,9 @@ def test_a_best_rate_at_the_edge_is_tried_against_two_more(
     monkeypatch.setattr(lr_finder, "Search", Near)
     monkeypatch.setattr(lr_finder, "_probe", lambda rate, root: Probe(rate, 0.0, abs(rate - peak), ""))
     plan = rate_plan(load(None, TINY), [0.03, 0.3, 3.0 if peak < 1 else 1.0], 1)
-    said: list[str] = []
-    found = find_rate(plan, tmp_path, report=said.append)
-    assert len(found.probes) == tried and found.at_edge == (tried == 5) and len(said) == tried - 3
+    lines: list[str] = []
+    findings = find_rate(plan, tmp_path, report=lines.append)
+    assert len(findings.probes) == tried and findings.at_edge == (tried == 5) and len(lines) == tried - 3
 
 
 def test_pruning_is_passed_on() -> None:

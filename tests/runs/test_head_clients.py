@@ -14,17 +14,17 @@ SOME = ["partition.clients=6", "data.limit=120", "model.head_clients=0.5"]
 @pytest.mark.parametrize("secure", [[], ["privacy.aggregation=secure"]])
 def test_the_head_is_that_of_the_pooled_images_of_those_who_were_asked(secure: list[str]) -> None:
     ready = Open(tiny(*SOME, *secure))
-    asked = ready.setup.head_clients
-    assert len(asked) == 3 and asked == sorted(set(asked))
+    drawn = ready.setup.head_clients
+    assert len(drawn) == 3 and drawn == sorted(set(drawn))
     examples = ready.setup.backbone_context.examples
-    rows = torch.cat([ready.data.rows(k) for k in asked])
+    rows = torch.cat([ready.data.rows(k) for k in drawn])
     z = features_of(ready.network, examples, rows).double()
     z = torch.cat([z, torch.ones(len(z), 1).double()], 1)
     y = torch.nn.functional.one_hot(ready.task.train_images.labels[rows], ready.data.classes).double()
     assert ready.start is not None and ready.start.scorer is not None
     wanted = calibrate_temperature(solve(z.T @ z, z.T @ y, 1.0), ready.start.scorer)
-    found = torch.cat([ready.network.head.weight, ready.network.head.bias[:, None]], 1).detach().double()
-    assert torch.allclose(found, wanted, rtol=1e-3 if secure else 1e-5, atol=1e-4 if secure else 1e-6)
+    installed = torch.cat([ready.network.head.weight, ready.network.head.bias[:, None]], 1).detach().double()
+    assert torch.allclose(installed, wanted, rtol=1e-3 if secure else 1e-5, atol=1e-4 if secure else 1e-6)
 
 
 def test_it_costs_its_share_of_the_bytes_and_all_is_as_without() -> None:

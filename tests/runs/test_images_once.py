@@ -80,13 +80,13 @@ def test_the_table_that_both_read_is_built_once(
 
 
 def test_a_short_run_keeps_no_tokens_that_it_will_not_meet(met: list[int], tmp_path: Path) -> None:
-    one = [*words("last_blocks", 1), "local.steps=1", "local.batch_size=4"]
-    run(load(None, one), tmp_path / "run", console=False)
+    overrides = [*words("last_blocks", 1), "local.steps=1", "local.batch_size=4"]
+    run(load(None, overrides), tmp_path / "run", console=False)
     assert len(met) - len(set(met)) == 2 * 4 + 144  # what its round meets, and the validation images, a second time
 
 
 def test_the_guard_notices_two_passes(met: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunSetup, "_met_again", lambda self: None)
+    monkeypatch.setattr(RunSetup, "_reused_images", lambda self: None)
     run(load(None, words("last_blocks")), tmp_path / "run", console=False)
     assert len(met) > len(set(met))
 
@@ -111,18 +111,18 @@ def test_a_head_of_some_clients_looks_at_their_images_and_no_others(met: list[in
 
 
 @pytest.mark.parametrize(
-    ("said", "entry"), [([], 5), (['data.augment=["flip"]'], 0), (["data.cache_features=false"], 0)]
+    ("overrides", "entry"), [([], 5), (['data.augment=["flip"]'], 0), (["data.cache_features=false"], 0)]
 )
 def test_masks_are_scored_on_what_the_frozen_blocks_made(
-    said: list[str], entry: int, met: list[int], tmp_path: Path
+    overrides: list[str], entry: int, met: list[int], tmp_path: Path
 ) -> None:
-    assert setup_of(load(None, [*words("scored"), *said])).scoring_context.examples.entry == entry
+    assert setup_of(load(None, [*words("scored"), *overrides])).scoring_context.examples.entry == entry
 
 
 def test_a_mask_is_the_same_from_pixels_and_from_what_is_kept(met: list[int], tmp_path: Path) -> None:
     scores = []
-    for kept in ("true", "false"):
-        setup = setup_of(load(None, [*words("scored"), f"data.cache_features={kept}"]))
+    for cached in ("true", "false"):
+        setup = setup_of(load(None, [*words("scored"), f"data.cache_features={cached}"]))
         context = setup.scoring_context
         vector = select(context.network, lambda name: True, buffers=False).gather(context.network)
         names = [name for name, _ in context.network.named_parameters() if "layers.5." in name]
@@ -131,5 +131,5 @@ def test_a_mask_is_the_same_from_pixels_and_from_what_is_kept(met: list[int], tm
             score_weights(Request("", -1, 0, "scores", "", vector, {}, {**settings, "draw": 0}), context).mean()
         )
     assert scores[0].keys() == scores[1].keys() and scores[0]
-    for name, one in scores[0].items():
-        assert torch.allclose(one, scores[1][name], rtol=1e-3, atol=1e-12), name
+    for name, first in scores[0].items():
+        assert torch.allclose(first, scores[1][name], rtol=1e-3, atol=1e-12), name

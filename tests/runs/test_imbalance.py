@@ -21,9 +21,9 @@ LABELS = torch.tensor([0, 0, 0, 0, 1, 1, 3])
 
 
 def test_weights_are_those_of_scikit_learn_and_absent_classes_weigh_nothing() -> None:
-    found = balancing(torch.bincount(LABELS, minlength=5))
+    weights = balancing(torch.bincount(LABELS, minlength=5))
     wanted = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=LABELS.numpy())
-    assert torch.allclose(found[[0, 1, 3]].double(), torch.from_numpy(wanted)) and found[[2, 4]].sum() == 0
+    assert torch.allclose(weights[[0, 1, 3]].double(), torch.from_numpy(wanted)) and weights[[2, 4]].sum() == 0
 
 
 def test_the_loss_is_torchs_weighted_cross_entropy_by_own_or_federation_counts() -> None:
@@ -47,24 +47,24 @@ def test_balanced_sampling_meets_every_class_as_often() -> None:
 
 @pytest.mark.parametrize("option", ["loss.class_weights=federation", "local.sampling=federation"])
 def test_a_run_by_the_federations_counts_is_the_same_secure_and_resumed(option: str, tmp_path: Path) -> None:
-    given = [option, "partition.kind=dirichlet", "partition.minimum=3"]
+    overrides = [option, "partition.kind=dirichlet", "partition.minimum=3"]
     with without_pictures():
-        run(tiny(*given), tmp_path / "a", console=False)
-        run(tiny(*given, "rounds.total=1"), tmp_path / "short", console=False)
-    kept = tensors_of(tmp_path / "a")
-    made = Open(tiny(*given, "privacy.aggregation=secure"))
-    assert torch.equal(made.context.class_counts, kept["edit/class_counts"])  # the secure sum of counts is exact
-    assert torch.equal(kept["edit/class_counts"], torch.from_numpy(made.data.histogram().sum(0)).double())
-    assert not same_bits({"v": kept["vector"]}, {"v": tensors_of(tmp_path / "short")["vector"]})
+        run(tiny(*overrides), tmp_path / "a", console=False)
+        run(tiny(*overrides, "rounds.total=1"), tmp_path / "short", console=False)
+    saved = tensors_of(tmp_path / "a")
+    made = Open(tiny(*overrides, "privacy.aggregation=secure"))
+    assert torch.equal(made.context.class_counts, saved["edit/class_counts"])  # the secure sum of counts is exact
+    assert torch.equal(saved["edit/class_counts"], torch.from_numpy(made.data.histogram().sum(0)).double())
+    assert not same_bits({"v": saved["vector"]}, {"v": tensors_of(tmp_path / "short")["vector"]})
 
 
 def test_own_and_federation_weights_train_other_models_than_plain(tmp_path: Path) -> None:
-    found = []
+    vectors = []
     with without_pictures():
         for i, word in enumerate(["loss.label_smoothing=0.0", "loss.class_weights=own", "local.sampling=balanced"]):
             run(tiny("partition.kind=dirichlet", "partition.minimum=3", word), tmp_path / str(i), console=False)
-            found.append(tensors_of(tmp_path / str(i))["vector"])
-    assert not torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+            vectors.append(tensors_of(tmp_path / str(i))["vector"])
+    assert not torch.equal(vectors[0], vectors[1]) and not torch.equal(vectors[0], vectors[2])
 
 
 def test_what_the_privacy_account_does_not_cover_is_refused() -> None:
@@ -78,5 +78,5 @@ def test_what_the_privacy_account_does_not_cover_is_refused() -> None:
                 "privacy.dp.delta=0.01",
             )
         )
-    with raises("E-CORE-UNKNOWN-OPTION", option="class_weights"):
+    with raises("E-CORE-UNKNOWN-OPTION"):
         Open(tiny("loss.name=calibrated", "loss.class_weights=own"))

@@ -45,7 +45,7 @@ def test_a_late_client_is_in_its_rounds_and_in_nothing_before(tmp_path: Path) ->
     assert in_rounds(folder) == [[0, 1], [0, 1], [0, 2], [0, 2]]
     never = done(tiny(*SMALL, 'partition.without=["2"]'), tmp_path / "never")
     everybody = done(tiny(*SMALL), tmp_path / "all")
-    head, without, usual = (tensors_of(one)["head"] for one in (folder, never, everybody))
+    head, without, usual = (tensors_of(run_folder)["head"] for run_folder in (folder, never, everybody))
     assert torch.equal(head, without) and not torch.equal(head, usual)  # the ridge head is of those who were there
     assert set(json.loads((folder / "summary.json").read_text())["clients"]) == {"0", "2"}  # client 1 is gone
 
@@ -102,7 +102,8 @@ def test_nodes_that_come_and_go_give_the_model_of_the_planned_run(
         run_deployed(tiny(*options), tmp_path / "there", engine)
     assert in_rounds(tmp_path / "there") == [[0, 1, 3], [0, 1, 3], [0, 2, 3], [0, 2, 3]]
     here, there = (
-        tensors_of(one)["vector"] for one in (done(tiny(*options, *CHANGES), tmp_path / "here"), tmp_path / "there")
+        tensors_of(run_folder)["vector"]
+        for run_folder in (done(tiny(*options, *CHANGES), tmp_path / "here"), tmp_path / "there")
     )
     if protection == "clear":
         assert torch.equal(here, there)
@@ -123,8 +124,8 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_nodes_are_numbered_and_a_plain_run_keeps_its_identity(tmp_path: Path) -> None:
     config = tiny("partition.joins={west=3}", "partition.leaves={north=2}")
-    found = with_clients(config, 3, ["north", "south", "west"]).partition
-    assert found.joins == {"2": 3} and found.leaves == {"0": 2}
+    renamed = with_clients(config, 3, ["north", "south", "west"]).partition
+    assert renamed.joins == {"2": 3} and renamed.leaves == {"0": 2}
     assert tiny().digest == tiny("partition.joins={}").digest != config.digest
     folder = done(tiny(*SMALL, *CHANGES, "rounds.total=1"), tmp_path / "run")
     assert from_folder(folder).partition.joins == {"2": 3}

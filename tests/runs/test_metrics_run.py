@@ -38,28 +38,28 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 @torch.inference_mode()
 def predictions(folder: Path, client: int | None = None) -> tuple[Tensor, Tensor]:
     """Scores and labels of the delivered model on the test images, of one client or all."""
-    found = adapted(folder)
-    tests = found.setup.task.test_images
-    rows = torch.arange(len(tests)) if client is None else found.setup.task.data.test_rows(client)
-    found.network.eval()
-    return found.network(tests.batch(rows), 0).softmax(1), tests.labels[rows]
+    run_again = adapted(folder)
+    tests = run_again.setup.task.test_images
+    rows = torch.arange(len(tests)) if client is None else run_again.setup.task.data.test_rows(client)
+    run_again.network.eval()
+    return run_again.network(tests.batch(rows), 0).softmax(1), tests.labels[rows]
 
 
 def test_a_run_tells_what_scikit_learn_computes_from_its_predictions(done: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = done
     scored, labels = predictions(folder)
-    told = summary["metrics"]
-    assert told["balanced_accuracy"]["value"] == pytest.approx(
+    reported = summary["metrics"]
+    assert reported["balanced_accuracy"]["value"] == pytest.approx(
         sklearn.balanced_accuracy_score(labels, scored.argmax(1)), abs=1e-9
     )
     exact = sklearn.roc_auc_score(labels, scored, multi_class="ovr", average="macro")
-    assert abs(told["auroc"]["value"] - exact) <= told["auroc"]["binned"] + 1e-9
+    assert abs(reported["auroc"]["value"] - exact) <= reported["auroc"]["binned"] + 1e-9
     assert summary["confusion"] == sklearn.confusion_matrix(labels, scored.argmax(1)).tolist()
-    three = told["sensitivity:3"]
+    three = reported["sensitivity:3"]
     assert (three["hits"], three["n"]) == (int((scored.argmax(1)[labels == 3] == 3).sum()), int((labels == 3).sum()))
     assert three["low"] < three["value"] < three["high"]
     assert sum(b["accuracy"]["n"] for b in summary["reliability"]) == len(labels)
-    assert "specificity:3" not in told  # not asked for
+    assert "specificity:3" not in reported  # not asked for
 
 
 def test_every_client_has_its_own_metrics(done: tuple[Path, dict[str, Any]]) -> None:
@@ -67,16 +67,16 @@ def test_every_client_has_its_own_metrics(done: tuple[Path, dict[str, Any]]) -> 
     assert set(summary["clients"]) == {"0", "1", "2"}
     for client in range(3):
         scored, labels = predictions(folder, client)
-        found = summary["clients"][str(client)]["balanced_accuracy"]
-        assert found["value"] == pytest.approx(sklearn.balanced_accuracy_score(labels, scored.argmax(1)), abs=1e-9)
-        assert found["n"] == len(labels)
+        balanced = summary["clients"][str(client)]["balanced_accuracy"]
+        assert balanced["value"] == pytest.approx(sklearn.balanced_accuracy_score(labels, scored.argmax(1)), abs=1e-9)
+        assert balanced["n"] == len(labels)
     page = (folder / "report.html").read_text().replace("&nbsp;", " ")
     assert "Confusion and calibration" in page and f"({three_of(summary)}" in page
 
 
 def three_of(summary: dict[str, Any]) -> str:
-    told = summary["metrics"]["sensitivity:3"]
-    return f"{told['hits']} of {told['n']}; "
+    reported = summary["metrics"]["sensitivity:3"]
+    return f"{reported['hits']} of {reported['n']}; "
 
 
 def test_the_chosen_metric_picks_the_round_and_the_delivered_vector(tmp_path: Path) -> None:
@@ -131,8 +131,7 @@ def test_sums_that_cannot_be_are_refused_by_name(bad: dict[str, Tensor]) -> None
     validated_sums(reply_of(), 3)
     with pytest.raises(FedgraftError) as caught:
         validated_sums(reply_of(**bad), 3)
-    assert caught.value.code in ("E-RUNS-METRIC-SUMS", "E-RUNS-METRIC-IMAGES")
-    assert caught.value.fields["client"] == 7
+    assert caught.value.code in {"E-RUN-METRIC-SUMS", "E-RUN-METRIC-IMAGES"} and caught.value.fields == {"client": 7}
 
 
 def test_the_secure_sum_of_scores_is_the_sum_in_the_clear() -> None:
@@ -143,7 +142,9 @@ def test_the_secure_sum_of_scores_is_the_sum_in_the_clear() -> None:
     asking = Sums(engine.exchange, "r", range(3), made.network, made.algorithm.privacy)
     hidden = asking.ask(action_named("scores"), vector, {"split": "validation"})
     request = [Request("r", 0, k, "scores", "", vector, {}, {"split": "validation"}) for k in range(3)]
-    shown, made.context.policies = vary(made.algorithm, privacy=CLEAR), ()
-    clear = scores.merge_scores([handle(o, shown, made.context, {})[0].sums for o in request], made.network.classes)
+    in_the_clear, made.context.policies = vary(made.algorithm, privacy=CLEAR), ()
+    clear = scores.merge_scores(
+        [handle(o, in_the_clear, made.context, {})[0].sums for o in request], made.network.classes
+    )
     assert all(torch.equal(hidden[name], clear[name]) for name in ("confusion", "histogram", "top5"))
     assert all(torch.allclose(hidden[name], clear[name], atol=1e-6) for name in ("calibration", "loss"))

@@ -21,6 +21,7 @@ from fedgraft.config.load import load, to_toml
 from fedgraft.core.files import read_metrics, without_timing
 from fedgraft.core.network_digest import digest
 from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.open_run import OpenRun
 
 CONFIG = [
     "model.name=tiny",
@@ -79,8 +80,8 @@ def test_objects_and_config_give_the_same_bytes(result: fg.Result, tmp_path: Pat
     assert same_bits(tensors_of(result.folder), tensors_of(tmp_path / "config"))
     # Messages name their run, and that name is a few bytes longer for objects.
     lines = [
-        [{key: value for key, value in line.items() if not key.startswith("bytes")} for line in without_timing(found)]
-        for found in (read_metrics(result.folder), read_metrics(tmp_path / "config"))
+        [{key: value for key, value in line.items() if not key.startswith("bytes")} for line in without_timing(metrics)]
+        for metrics in (read_metrics(result.folder), read_metrics(tmp_path / "config"))
     ]
     assert lines[0] == lines[1] and result.summary["test"] == summary["test"]
     other = adapt(tmp_path / "other", fedavg(trainable=fg.sparse("most_sensitive", 0.9)))
@@ -89,15 +90,15 @@ def test_objects_and_config_give_the_same_bytes(result: fg.Result, tmp_path: Pat
 
 def test_a_path_may_be_text_and_no_folder_is_a_temporary_one(result: fg.Result, tmp_path: Path) -> None:
     for folder in (str(tmp_path / "text"), None):
-        found = adapt(folder)
-        assert isinstance(found.folder, Path) and (found.folder / "metrics.jsonl").is_file()
-        assert same_bits(tensors_of(found.folder), tensors_of(result.folder))
+        repeated = adapt(folder)
+        assert isinstance(repeated.folder, Path) and (repeated.folder / "metrics.jsonl").is_file()
+        assert same_bits(tensors_of(repeated.folder), tensors_of(result.folder))
 
 
 def test_further_options_are_tables_of_the_config(tmp_path: Path) -> None:
-    found = adapt(tmp_path / "run", rounds_={"evaluate_every": 1, "test": False}, model_={"head": "random"})
-    assert [n for n, _ in found.curve()] == [0, 1, 2] and "test" not in found.summary
-    assert found.accuracy == found.summary["validation"]["accuracy"]
+    untested = adapt(tmp_path / "run", rounds_={"evaluate_every": 1, "test": False}, model_={"head": "random"})
+    assert [n for n, _ in untested.curve()] == [0, 1, 2] and "test" not in untested.summary
+    assert untested.accuracy == untested.summary["validation"]["accuracy"]
 
 
 # ---- what a result shows and does ------------------------------------------------------------------------------------
@@ -123,11 +124,11 @@ def test_a_result_holds_the_model_it_measured(result: fg.Result, tmp_path: Path)
 
 
 def test_low_rank_factors_are_merged_when_they_are_saved(tmp_path: Path) -> None:
-    found = adapt(tmp_path / "run", fedavg(trainable=fg.lora(rank=2)))
-    before = found.evaluate()
+    low_rank = adapt(tmp_path / "run", fedavg(trainable=fg.lora(rank=2)))
+    before = low_rank.evaluate()
     for name in ("once", "twice"):
-        found.save_pretrained(tmp_path / name)
-        images = found.task.test_images
+        low_rank.save_pretrained(tmp_path / name)
+        images = low_rank.task.test_images
         saved = fg.evaluate(fg.model(tmp_path / name, None), images, torch.arange(len(images)))
         assert saved.accuracy == before.accuracy and saved.loss == pytest.approx(before.loss, rel=1e-4)
 
@@ -138,21 +139,21 @@ class Listening(fg.Callback):
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    def on_start(self, setup: fg.RunSetup, state: fg.ServerState) -> None:
+    def on_training_start(self, setup: fg.RunSetup, opened: OpenRun, state: fg.ServerState) -> None:
         self.heard.append(("start", setup.federation.clients, state.round))
 
     def on_round_end(self, line: Mapping[str, Any], state: fg.ServerState) -> None:
         self.heard.append((line["round"], state.round))
 
-    def on_end(self, summary: Mapping[str, Any]) -> None:
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
         self.heard.append(summary["test"]["accuracy"])
 
 
 def test_callbacks_hear_every_round_and_change_nothing(result: fg.Result, tmp_path: Path) -> None:
     listener = Listening()
-    found = adapt(tmp_path / "run", callbacks=[listener, fg.Callback()])
-    assert listener.heard == [("start", 3, 0), (1, 1), (2, 2), found.accuracy]
-    assert same_bits(tensors_of(found.folder), tensors_of(result.folder))
+    followed = adapt(tmp_path / "run", callbacks=[listener, fg.Callback()])
+    assert listener.heard == [("start", 3, 0), (1, 1), (2, 2), followed.accuracy]
+    assert same_bits(tensors_of(followed.folder), tensors_of(result.folder))
 
 
 # ---- a folder that is there already ----------------------------------------------------------------------------------
@@ -174,9 +175,9 @@ def test_an_interrupted_run_goes_on_in_its_folder(
         patch.setitem(client.ACTIONS, "train", replace(real, work=stop))
         adapt(tmp_path / "run")
     assert RunFolder.open(tmp_path / "run").status == "interrupted"
-    found = adapt(tmp_path / "run")
-    assert same_bits(tensors_of(found.folder), tensors_of(result.folder))
-    assert found.evaluate() == result.evaluate()
+    continued = adapt(tmp_path / "run")
+    assert same_bits(tensors_of(continued.folder), tensors_of(result.folder))
+    assert continued.evaluate() == result.evaluate()
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +198,7 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mon
     ids=lambda a: a.name,
 )
 def test_a_folder_of_another_algorithm_is_refused(result: fg.Result, other: fg.Algorithm) -> None:
-    with pytest.raises(fg.FedgraftError, match="belongs to a run of another config"):
+    with raises("E-RUN-FOLDER-FOREIGN"):
         adapt(result.folder, other)
 
 
@@ -205,12 +206,12 @@ def test_numbers_inside_functions_tell_algorithms_apart(tmp_path: Path) -> None:
     """`mu` lives in a closure; a folder of mu=0.1 must not take mu=0.5 for its own."""
     body = {"trainable": fg.head(), "local": LOCAL}
     adapt(tmp_path / "run", fg.fedprox(mu=0.1, **body))
-    with pytest.raises(fg.FedgraftError, match="belongs to a run of another config"):
+    with raises("E-RUN-FOLDER-FOREIGN"):
         adapt(tmp_path / "run", fg.fedprox(mu=0.5, **body))
 
 
 def test_a_folder_of_objects_says_that_its_config_is_not_all(result: fg.Result) -> None:
-    with pytest.raises(fg.FedgraftError, match="made from Python objects"):
+    with raises("E-RUN-FROM-OBJECTS"):
         fg.adapted(result.folder)
 
 
@@ -222,9 +223,9 @@ def test_a_config_file_as_objects(result: fg.Result, tmp_path: Path) -> None:
     for path in (tmp_path / "mine.toml", str(tmp_path / "mine.toml")):
         setup = fg.load(path, ["local.lr=0.02"])
         assert isinstance(setup, fg.RunParts) and setup.algorithm.local.lr == 0.02
-        found = fg.run(setup, folder=tmp_path / "run")  # the second time it is finished, and opened again
+        opened_again = fg.run(setup, folder=tmp_path / "run")  # the second time it is finished, and opened again
         assert same_bits(tensors_of(tmp_path / "run"), tensors_of(result.folder))
-        assert found.evaluate() == result.evaluate()
+        assert opened_again.evaluate() == result.evaluate()
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ def test_a_mistyped_option_is_refused_in_python(tmp_path: Path) -> None:
 
 def test_what_the_algorithm_decides_is_not_taken_from_a_table(tmp_path: Path) -> None:
     """A table that nobody reads would look like protection."""
-    with pytest.raises(fg.FedgraftError, match=r"privacy|fg\.secure"):
+    with raises("E-RUN-OPTION-OF-OBJECT"):
         adapt(tmp_path / "run", privacy={"aggregation": "secure"})
 
 
@@ -282,36 +283,36 @@ def test_a_mistyped_option_is_refused_on_the_command_line(
     monkeypatch.setattr(sys, "argv", ["fedgraft", "run", *words, "-o", str(tmp_path / "run"), "-q"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    said = capsys.readouterr().err
-    assert ended.value.code and "'muu'" in said and "'mu'" in said
-    assert "Traceback" not in said and not (tmp_path / "run").exists()
+    errors = capsys.readouterr().err
+    assert ended.value.code and "'muu'" in errors and "'mu'" in errors
+    assert "Traceback" not in errors and not (tmp_path / "run").exists()
 
 
 def test_the_head_is_made_for_the_data_and_what_is_given_stays_as_it_is(tmp_path: Path) -> None:
     other, fits = fg.model("tiny", 7, 16), fg.model("tiny", 10, 16)
     bare = fg.model("tiny", image_size=16)
     assert bare.classes == 0
-    before = [digest(one) for one in (other, bare, fits)]
-    runs = [fg.run(fedavg(), one, clients(), rounds=1, workers=1) for one in (other, bare, fits)]
-    assert [digest(one) for one in (other, bare, fits)] == before
-    assert {found.network.classes for found in runs} == {10}
-    assert len({digest(found.network) for found in runs}) == 1  # whatever head there was, the run's is the same
+    before = [digest(candidate) for candidate in (other, bare, fits)]
+    runs = [fg.run(fedavg(), candidate, clients(), rounds=1, workers=1) for candidate in (other, bare, fits)]
+    assert [digest(candidate) for candidate in (other, bare, fits)] == before
+    assert {finished.network.classes for finished in runs} == {10}
+    assert len({digest(finished.network) for finished in runs}) == 1  # whatever head there was, the run's is the same
 
 
 def test_what_is_no_clients_or_somebody_elses_to_say_is_a_sentence() -> None:
     data = fg.data.digits()
-    with pytest.raises(fg.FedgraftError, match=r"fg\.partition\.iid"):
+    with raises("E-RUN-UNDIVIDED-DATA"):
         fg.run(fedavg(), "tiny", data, rounds=1)  # type: ignore[arg-type]
-    with pytest.raises(fg.FedgraftError, match=r"data\.image_size is .*image_size=112"):
+    with raises("E-RUN-OPTION-OF-OBJECT", option="data.image_size"):
         fg.run(fedavg(), "tiny", clients(), rounds=1, data={"image_size": 32})
-    with pytest.raises(fg.FedgraftError, match=r"fg\.load\('mine\.toml', \['engine=flower-sim'\]\)"):
+    with raises("E-RUN-OBJECTS-ELSEWHERE"):
         fg.run(fedavg(), "tiny", clients(), rounds=1, engine="flower-sim")
 
 
 def test_a_list_of_datasets_is_one_client_each() -> None:
     x, y = np.random.default_rng(0).integers(0, 255, (40, 16, 16, 3)).astype(np.uint8), np.arange(40) % 2
-    found = fg.run(fedavg(), "tiny", [(x[:20], y[:20]), (x[20:], y[20:])], rounds=1, workers=1)
-    assert found.task.data.clients == 2 and found.classes == ("0", "1")
+    adapted_result = fg.run(fedavg(), "tiny", [(x[:20], y[:20]), (x[20:], y[20:])], rounds=1, workers=1)
+    assert adapted_result.task.data.clients == 2 and adapted_result.classes == ("0", "1")
 
 
 # ---- privacy ---------------------------------------------------------------------------------------------------------
@@ -326,9 +327,9 @@ def test_a_private_run_of_objects_has_its_account_and_the_refusals_of_a_config(t
         made = fg.fedavg(trainable=fg.head(), local=LOCAL, weighting=uniform())
         return fg.private(made, fg.DifferentialPrivacy(Mechanism(2.0, probability, clients), clip=0.5))
 
-    told = adapt(tmp_path / "run", private()).summary["privacy"]
-    assert (told["epsilon"], told["delta"]) == (epsilon(1 / 3, 2.0, 2, 1e-5), 1e-5)
-    assert told["epsilon_without_amplification"] > told["epsilon"] and told["repeatable_noise"]
+    account = adapt(tmp_path / "run", private()).summary["privacy"]
+    assert (account["epsilon"], account["delta"]) == (epsilon(1 / 3, 2.0, 2, 1e-5), 1e-5)
+    assert account["epsilon_without_amplification"] > account["epsilon"] and account["repeatable_noise"]
     with pytest.raises(fg.FedgraftError, match="which no noise covers"):
         adapt(tmp_path / "head", private(), model_={"head": "ridge"})
     with raises("E-PRIVACY-SAMPLING"):
@@ -383,7 +384,7 @@ def test_an_edited_rule_does_not_get_the_old_result(tmp_path: Path) -> None:
     adapt(tmp_path / "run", scaled("0.5"))
     before = tensors_of(tmp_path / "run")
     adapt(tmp_path / "run", scaled("0.5"))  # the same rule finds its run
-    with pytest.raises(fg.FedgraftError, match="belongs to a run of another config"):
+    with raises("E-RUN-FOLDER-FOREIGN"):
         adapt(tmp_path / "run", scaled("5.0"))
     adapt(tmp_path / "other", scaled("5.0"))
     assert not same_bits({"v": before["vector"]}, {"v": tensors_of(tmp_path / "other")["vector"]})
@@ -401,8 +402,8 @@ def test_an_edited_forward_does_not_get_the_old_features(tmp_path: Path) -> None
         return fg.run(algorithm, network, clients(), rounds=1, folder=tmp_path / place, workers=1, **options)
 
     tested("torch.relu", True, "relu")
-    kept = tested("torch.sigmoid", True, "sigmoid")
+    with_sigmoid = tested("torch.sigmoid", True, "sigmoid")
     fresh = tested("torch.sigmoid", False, "fresh")
-    assert kept.summary["test"]["loss"] == pytest.approx(fresh.summary["test"]["loss"], abs=1e-5)
-    vectors = [tensors_of(result.folder)["vector"] for result in (kept, fresh)]
+    assert with_sigmoid.summary["test"]["loss"] == pytest.approx(fresh.summary["test"]["loss"], abs=1e-5)
+    vectors = [tensors_of(result.folder)["vector"] for result in (with_sigmoid, fresh)]
     torch.testing.assert_close(vectors[0], vectors[1], rtol=0, atol=1e-5)

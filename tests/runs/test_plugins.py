@@ -103,7 +103,7 @@ def install(folder: Path, *names: str) -> None:
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Installs plug-ins for one test; the registries and the modules are as before after it."""
-    before = [dict(one) for one in REGISTRIES]
+    before = [dict(table) for table in REGISTRIES]
 
     def add(*names: str) -> None:
         install(tmp_path / "site", *names)
@@ -112,9 +112,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
     with without_pictures():
         yield add
-    for one, kept in zip(REGISTRIES, before, strict=True):
-        one.clear()
-        one.update(kept)
+    for table, entries in zip(REGISTRIES, before, strict=True):
+        table.clear()
+        table.update(entries)
     for name in PLUGINS:
         sys.modules.pop(f"outside_{name}", None)
 
@@ -141,13 +141,16 @@ def test_an_algorithm(installed: Callable[..., None], tmp_path: Path) -> None:
     torch.testing.assert_close(half["vector"], start + (whole["vector"] - start) / 2, rtol=1e-6, atol=1e-7)
     again = ran(tmp_path / "again", "algorithm.name=halfway", "algorithm.share=1.0")
     assert torch.equal(again["vector"], whole["vector"])
-    with raises("E-CORE-UNKNOWN-OPTION", option="shar"):
+    with raises("E-CORE-UNKNOWN-OPTION"):
         ran(tmp_path / "refused", "algorithm.name=halfway", "algorithm.shar=1.0")
 
 
 def test_the_page_names_the_module_and_the_group() -> None:
-    told = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0])
-    assert told["project"]["entry-points"]["fedgraft"] == {"halfway": "halfway"} and "halfway.py:\n" in PAGE.read_text()
+    project_file = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0])
+    assert (
+        project_file["project"]["entry-points"]["fedgraft"] == {"halfway": "halfway"}
+        and "halfway.py:\n" in PAGE.read_text()
+    )
 
 
 def test_a_broken_plug_in_is_named(installed: Callable[..., None], tmp_path: Path) -> None:
@@ -164,17 +167,17 @@ def test_a_loss(installed: Callable[..., None], tmp_path: Path) -> None:
     torch.testing.assert_close(zero["vector"], plain["vector"], rtol=1e-5, atol=1e-6)
     focal = ran(tmp_path / "focal", "engine=reference", "loss.name=focal")
     assert not torch.allclose(focal["vector"], plain["vector"], rtol=1e-4, atol=1e-5)
-    with raises("E-CORE-UNKNOWN-OPTION", option="gama"):
+    with raises("E-CORE-UNKNOWN-OPTION"):
         ran(tmp_path / "refused", "loss.name=focal", "loss.gama=1.0")
 
 
 def test_a_trainable_kind(installed: Callable[..., None], tmp_path: Path) -> None:
     installed("trainable")
     ran(tmp_path / "run", "trainable.kind=biases")
-    found = adapted(tmp_path / "run")
-    found.opened.context.load_model(found.last)
-    start = dict(found.base().named_parameters())
-    moved = {name for name, p in found.network.named_parameters() if not torch.equal(p, start[name])}
+    run_again = adapted(tmp_path / "run")
+    run_again.opened.context.load_model(run_again.last)
+    start = dict(run_again.base().named_parameters())
+    moved = {name for name, p in run_again.network.named_parameters() if not torch.equal(p, start[name])}
     assert moved and all(name.endswith("bias") for name in moved) and "head.bias" in moved
 
 
@@ -200,9 +203,9 @@ def test_a_data_source(installed: Callable[..., None], tmp_path: Path) -> None:
     installed("source")
     words = ["data.source=squares", "data.size=160"]
     ran(tmp_path / "run", *words)
-    found = adapted(tmp_path / "run").setup.task
-    assert found.data.classes == 4 and len(found.data.dataset.test.labels) == 80
-    with raises("E-DATA-SOURCE-OPTION", option="sze"):
+    outside_task = adapted(tmp_path / "run").setup.task
+    assert outside_task.data.classes == 4 and len(outside_task.data.dataset.test.labels) == 80
+    with raises("E-DATA-SOURCE-OPTION"):
         ran(tmp_path / "refused", "data.source=squares", "data.sze=160")
 
 
@@ -229,14 +232,14 @@ def test_all_of_them_on_the_command_line(installed: Callable[..., None], tmp_pat
 
 def test_a_name_that_no_plug_in_brings(installed: Callable[..., None], tmp_path: Path) -> None:
     installed("loss")
-    with raises("E-CORE-UNKNOWN-NAME", name="fokal", nearest="focal"):
+    with raises("E-CORE-UNKNOWN-NAME"):
         ran(tmp_path / "run", "loss.name=fokal")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 def test_the_pages_own_check_holds_and_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    algorithm, check = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    algorithm, check, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(registry, "ALGORITHMS", dict(registry.ALGORITHMS))
     small = check.replace('"nano"', '"tiny"')
@@ -247,3 +250,15 @@ def test_the_pages_own_check_holds_and_can_fail(tmp_path: Path, monkeypatch: pyt
         with without_pictures(), nullcontext() if holds else pytest.raises(AssertionError):
             exec(compile(small, "the page", "exec"), {"__name__": "__page__"})
     sys.modules.pop("halfway", None)
+
+
+@pytest.mark.slow
+def test_the_callback_of_the_page_stops_and_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, callback = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    small = callback.replace('"nano"', '"tiny"')
+    with without_pictures():
+        exec(compile(small, "the page", "exec"), {"__name__": "__page__"})
+        never_stops = small.replace("return fg.StopRun", "fg.StopRun").replace("runs/good-enough", "runs/never")
+        with pytest.raises(AssertionError):
+            exec(compile(never_stops, "the page", "exec"), {"__name__": "__page__"})

@@ -41,7 +41,7 @@ def test_a_run_whose_every_order_was_refused_fails_also_when_it_is_tried_again(
 ) -> None:
     nobody = tiny("policy.rounds_per_day=0", "rounds.checkpoint_every=1", *more)
     for _ in range(2):
-        with raises("E-RUNS-NOTHING-TRAINED"):
+        with raises("E-RUN-NOTHING-TRAINED"):
             run(nobody, tmp_path, console=False)
         assert RunFolder.open(tmp_path).status == "failed"
 

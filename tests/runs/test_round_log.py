@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
 from fedgraft.runs import loop as running
-from fedgraft.runs.round_log import NAME, Known, state_digest, verify
+from fedgraft.runs.round_log import NAME, TensorDigests, state_digest, verify_log
 from fedgraft.runs.secrets import secret_path
 
 OVERRIDES = [
@@ -54,9 +54,9 @@ def edit(folder: Path, number: int, change: str) -> None:
 
 
 def test_an_honest_folder_passes_and_says_who_signed(folder: Path) -> None:
-    told, wrong = verify(folder)
-    assert not wrong and told.startswith("4 rounds, signed by")
-    assert verify(folder, "0" * 32)[1] == [f"the log is signed with another key: {told.split()[-1]}"]
+    about_the_log, wrong = verify_log(folder)
+    assert not wrong and about_the_log.startswith("4 rounds, signed by")
+    assert verify_log(folder, "0" * 32)[1] == [f"the log is signed with another key: {about_the_log.split()[-1]}"]
     entry = json.loads((folder / NAME).read_text().splitlines()[-1])["entry"]
     assert len(entry["updates"]) == 2 and entry["protection"] == "none"
 
@@ -74,7 +74,7 @@ def test_an_honest_folder_passes_and_says_who_signed(folder: Path) -> None:
 )
 def test_what_was_tampered_with_is_named(folder: Path, spoil: object, named: str) -> None:
     spoil(folder)  # type: ignore[operator]
-    assert any(named in sentence for sentence in verify(folder)[1])
+    assert any(named in sentence for sentence in verify_log(folder)[1])
     done = CliRunner().invoke(app, ["verify", str(folder)])
     assert done.exit_code != 0
 
@@ -115,14 +115,14 @@ def test_a_resumed_run_has_the_same_log(finished: Path, tmp_path: Path) -> None:
     state = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**state, "status": "interrupted"}))
     running.run(load(None, OVERRIDES), folder, console=False)
-    assert (folder / NAME).read_text() == (finished / NAME).read_text() and not verify(folder)[1]
+    assert (folder / NAME).read_text() == (finished / NAME).read_text() and not verify_log(folder)[1]
     assert secret_path(folder).stat().st_mode & 0o077 == 0
     assert all(p.stat().st_mode & 0o077 == 0 for p in (folder / "checkpoints").iterdir())
 
 
 def test_remembered_digests_see_every_change() -> None:
     """Only tensors that are new or were written to are read again, and the digest is that of reading all."""
-    known, tensors = Known(), {"vector": torch.zeros(4), "rule/m": torch.ones(2), "personal/3": torch.ones(4)}
+    known, tensors = TensorDigests(), {"vector": torch.zeros(4), "rule/m": torch.ones(2), "personal/3": torch.ones(4)}
     first = state_digest(tensors, known)
     assert first == state_digest(tensors) == state_digest(tensors, known) and len(known) == 3
     tensors["vector"][1] = 5  # written to

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tests.support.errors import raises
 from tests.support.tiny import CNN, Open, without_pictures
 from tests.support.tiny import same_bits as same
 from tests.support.tiny import tensors_of as final
@@ -114,19 +115,19 @@ def test_evaluating_always_or_never_changes_no_training_byte(tmp_path: Path) -> 
 def test_fifty_rounds_on_the_head_leave_the_backbone_as_it_was(tmp_path: Path) -> None:
     """Through a whole run with decay and momentum, every coordinate outside the space keeps its bits."""
     overrides = ["rounds.total=50", "rounds.checkpoint_every=50", "local.weight_decay=0.01", "trainable.kind=head"]
-    kept: dict[str, Any] = {}
+    stored: dict[str, Any] = {}
 
     chosen = config(*overrides)
 
     def watched(secret: bytes) -> tuple[RunSetup, None]:
         setup = setup_of(chosen, secret=secret)
-        kept["network"] = setup.task.network
-        kept["before"] = {n: p.detach().clone() for n, p in setup.task.network.named_parameters()}
+        stored["network"] = setup.task.network
+        stored["before"] = {n: p.detach().clone() for n, p in setup.task.network.named_parameters()}
         return setup, None
 
     run(chosen, tmp_path / "run", console=False, build=watched)
-    for name, parameter in kept["network"].named_parameters():
-        assert torch.equal(parameter, kept["before"][name]) != name.startswith("head."), name
+    for name, parameter in stored["network"].named_parameters():
+        assert torch.equal(parameter, stored["before"][name]) != name.startswith("head."), name
 
 
 def test_the_test_images_are_touched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +193,8 @@ def test_interrupted_in_the_middle_of_a_round_and_resumed(
     chosen, folder = config(*overrides, "rounds.checkpoint_every=4"), tmp_path / "broken"
     interrupted(chosen, folder, 8, monkeypatch)  # two clients a round: the second client of round 4
     assert RunFolder.open(folder).status == "interrupted"
-    found = checkpoint.load_latest(folder / "checkpoints")
-    assert found is not None and found.round == 3, "Ctrl-C saves the last whole round"
+    latest = checkpoint.load_latest(folder / "checkpoints")
+    assert latest is not None and latest.round == 3, "Ctrl-C saves the last whole round"
     run(chosen, folder, console=False)
     assert same(final(folder), unbroken) and RunFolder.open(folder).status == "finished"
     assert without_timing(read_metrics(folder)) == without_timing(read_metrics(tmp_path / "unbroken"))
@@ -220,8 +221,8 @@ def test_interrupted_after_the_work_of_a_round_and_resumed(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(kind, "exchange", stop)
         run(chosen, folder, console=False)
-    found = checkpoint.load_latest(folder / "checkpoints")
-    assert found is not None and found.round == 3
+    latest = checkpoint.load_latest(folder / "checkpoints")
+    assert latest is not None and latest.round == 3
     run(chosen, folder, console=False)
     assert same(final(folder), unbroken)
     assert without_timing(read_metrics(folder)) == without_timing(read_metrics(tmp_path / "unbroken"))
@@ -235,9 +236,9 @@ def test_half_a_round_that_stays_in_the_memory_would_be_noticed(
     real = run_module._Run._save
 
     def careless(self: Any, state: Any) -> None:
-        for kept in self.engine.memory.values():
-            for name in kept:
-                kept[name] = kept[name] + 1e-3  # as if the half round had gone into it
+        for memory_of_client in self.engine.memory.values():
+            for name in memory_of_client:
+                memory_of_client[name] = memory_of_client[name] + 1e-3  # as if the half round had gone into it
         real(self, state)
 
     chosen, folder = config(*STATEFUL, "rounds.checkpoint_every=6"), tmp_path / "broken"
@@ -265,7 +266,7 @@ def test_a_failed_run_says_why_and_can_be_resumed(tmp_path: Path, monkeypatch: p
 def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:
     """No stale artefact is taken for this run's."""
     completed(tmp_path / "run")
-    with pytest.raises(FedgraftError, match="belongs to a run of another config"):
+    with raises("E-RUN-FOLDER-FOREIGN"):
         run(config("seed=1"), tmp_path / "run", console=False)
     run(config("name=renamed"), tmp_path / "run", console=False)  # the name does not decide the result
 
@@ -290,23 +291,23 @@ def test_other_centralised_kinds_run(tmp_path: Path, kind: str) -> None:
     assert centralized.as_central(centralized.as_central(chosen)) == centralized.as_central(chosen)
 
 
-def told(*overrides: str) -> list[str]:
+def warnings_of(*overrides: str) -> list[str]:
     """The warnings before a run of these options."""
-    found = Open(config(*overrides))
-    return warnings_for(found.setup, found.opened, found.engines)
+    ready = Open(config(*overrides))
+    return warnings_for(ready.setup, ready.opened, ready.engines)
 
 
 def test_degenerate_settings_warn() -> None:
     """One client per round, and classes nobody holds."""
-    assert any("one client per round" in text for text in told("rounds.fraction=0.1"))
+    assert any("one client per round" in text for text in warnings_of("rounds.fraction=0.1"))
     overrides = [
         "partition.kind=classes",
         "partition.classes_per_client=1",
         "partition.clients=2",
         "partition.allow_uncovered=true",
     ]
-    assert any("held by nobody" in text for text in told(*overrides))
-    assert not told()
+    assert any("held by nobody" in text for text in warnings_of(*overrides))
+    assert not warnings_of()
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ def kill_check(count: int, root: Path, seed: int = 0, way: str = "ours", moments
             report.while_writing += any(folder.glob("**/.*.tmp"))
             if _forked(lambda folder=folder: run(chosen, folder, console=False)):  # type: ignore[misc]
                 report.failures.append(f"{folder.name}: resuming failed")
-            elif (found := _ending(folder)) is not None and wanted is not None and same(found, wanted):
+            elif (ending := _ending(folder)) is not None and wanted is not None and same(ending, wanted):
                 report.identical += 1
                 shutil.rmtree(folder)
             else:
@@ -360,8 +361,8 @@ def kill_check(count: int, root: Path, seed: int = 0, way: str = "ours", moments
 
 
 def _ending(folder: Path) -> dict[str, Tensor] | None:
-    found = checkpoint.load_latest(folder / "checkpoints")
-    return None if found is None else dict(found.tensors)
+    latest = checkpoint.load_latest(folder / "checkpoints")
+    return None if latest is None else dict(latest.tensors)
 
 
 def _forked(work: Callable[[], Any], prepare: Callable[[], None] = lambda: None, wait: float | None = None) -> int:
@@ -446,10 +447,10 @@ def _in_place() -> Iterator[None]:
             return None
         head = json.loads((folder / "meta.json").read_text())
         tensors = safetensors.torch.load((folder / "state.safetensors").read_bytes())
-        found = checkpoint.Checkpoint(head["round"], tensors, head["meta"], None, folder)
+        damaged = checkpoint.Checkpoint(head["round"], tensors, head["meta"], None, folder)
         for check in filter(callable, conditions):  # so that it fails for what it is, not for a step left out
-            check(found)
-        return found
+            check(damaged)
+        return damaged
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "save", save)
@@ -463,9 +464,13 @@ def _no_round() -> Iterator[None]:
     real = checkpoint.load_latest
 
     def load_latest(folder: Path, *conditions: Any) -> checkpoint.Checkpoint | None:
-        found = real(folder, *conditions)
-        unfinished = found is not None and found.round < 6
-        return checkpoint.Checkpoint(0, found.tensors, found.meta, None, found.path) if found and unfinished else found
+        latest = real(folder, *conditions)
+        unfinished = latest is not None and latest.round < 6
+        return (
+            checkpoint.Checkpoint(0, latest.tensors, latest.meta, None, latest.path)
+            if latest and unfinished
+            else latest
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "load_latest", load_latest)
@@ -515,8 +520,8 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path) -> Non
         process.kill()
     assert process.returncode == 130, errors
     assert f"fedgraft resume {folder}" in errors and "Traceback" not in errors
-    found = checkpoint.load_latest(folder / "checkpoints")
-    assert found is not None and found.round >= 3 and record.RunFolder.open(folder).status == "interrupted"
+    latest = checkpoint.load_latest(folder / "checkpoints")
+    assert latest is not None and latest.round >= 3 and record.RunFolder.open(folder).status == "interrupted"
 
 
 @pytest.mark.slow
@@ -527,6 +532,6 @@ def test_a_tracker_changes_no_bit(tmp_path: Path) -> None:
     run(plain, tmp_path / "plain", console=False)
     run(followed, tmp_path / "followed", console=False)
     assert any((tmp_path / "followed").glob("tensorboard/*"))
-    one, other = _ending(tmp_path / "plain"), _ending(tmp_path / "followed")
-    assert one is not None and other is not None and one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    alone, other = _ending(tmp_path / "plain"), _ending(tmp_path / "followed")
+    assert alone is not None and other is not None and alone.keys() == other.keys()
+    assert all(torch.equal(alone[name], other[name]) for name in alone)

@@ -52,13 +52,13 @@ def clear(toy: Toy, clients: Iterable[int] = CLIENTS) -> Sums:
     return Sums(toy.engine.exchange, "toy", clients, toy.network, Clear())
 
 
-def asked(sums: Sums, action: str, toy: Toy) -> dict[str, Tensor]:
+def sum_of(sums: Sums, action: str, toy: Toy) -> dict[str, Tensor]:
     """One sum of this action."""
     if action == "fisher_scores":
         names = "\n".join(n for n, _ in toy.network.named_parameters() if "layers" in n)
-        told = {"estimator": "per_sample", "labels": "true", "draw": 1, "share": 1.0, "batch": 4, "names": names}
+        options = {"estimator": "per_sample", "labels": "true", "draw": 1, "share": 1.0, "batch": 4, "names": names}
         vector = torch.cat([p.detach().view(-1) for _, p in toy.network.named_parameters()])
-        return sums.ask(action_named(action), vector, told)
+        return sums.ask(action_named(action), vector, options)
     if action == "head_gradient":
         shape = (toy.network.classes, toy.network.width + 1)
         return sums.ask(
@@ -85,8 +85,8 @@ def test_digits_add_up_exactly_for_any_number_of_clients(clients: int, summands:
         x[:4] = torch.tensor([2.0**40, -(2.0**40), -(2.0**-33), 0.0])
         total += ring.encode({"one": torch.zeros(3), "x": x}, draw)
         exact = [e + int(v) for e, v in zip(exact, (x * 2.0**33).round().tolist(), strict=True)]
-    found = ring.decode(total)["x"]
-    for value, wanted in zip(found.tolist(), exact, strict=True):
+    decoded = ring.decode(total)["x"]
+    for value, wanted in zip(decoded.tolist(), exact, strict=True):
         assert value == pytest.approx(wanted / 2**33, rel=1e-15, abs=0)
 
 
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_not_cut() -> None:
 @pytest.mark.parametrize("action", ACTIONS)
 def test_hidden_sums_are_the_clear_ones(action: str) -> None:
     toy = Toy(zoo.fedavg())
-    hidden, plain = asked(secured(toy), action, toy), asked(clear(toy), action, toy)
+    hidden, plain = sum_of(secured(toy), action, toy), sum_of(clear(toy), action, toy)
     assert hidden.keys() == plain.keys()
     for name, wanted in plain.items():
         step = action_named(action).summands(toy.network, {"names": "x"})[name].step
@@ -127,8 +127,8 @@ def test_hidden_sums_are_the_clear_ones(action: str) -> None:
 
 def test_the_heads_agree() -> None:
     toy, _, _, judge = setting()
-    (hidden, one), (plain, other) = ridge_head(secured(toy), None, judge), ridge_head(clear(toy), None, judge)
-    assert one == other
+    (hidden, penalty), (plain, other) = ridge_head(secured(toy), None, judge), ridge_head(clear(toy), None, judge)
+    assert penalty == other
     torch.testing.assert_close(hidden, plain, rtol=1e-7, atol=1e-9)
     toy, other_toy = Toy(zoo.fedavg()), Toy(zoo.fedavg())
     torch.testing.assert_close(probe_head(secured(toy), 40), probe_head(clear(other_toy), 40), rtol=1e-4, atol=1e-6)
@@ -140,7 +140,7 @@ def test_worker_processes_give_the_same_bytes() -> None:
     with Pool(toy.algorithm, toy.context, 2) as pool:
         sums = Sums(pool.exchange, "toy", CLIENTS, toy.network, SECURE)
         for action in ACTIONS:
-            there, here = asked(sums, action, toy), asked(secured(toy), action, toy)
+            there, here = sum_of(sums, action, toy), sum_of(secured(toy), action, toy)
             toy.engine.memory.clear()  # each of these asks for its sum number 0
             assert all(torch.equal(there[name], here[name]) for name in here)
 
@@ -172,7 +172,7 @@ def test_the_mask_is_the_clear_one(cache: Path, strategy: str) -> None:
     same = torch.cat([(hidden.mask[n] == plain.mask[n]).view(-1) for n in plain.mask])
     assert float(same.double().mean()) >= 0.999
     files = sorted((cache / "edits").iterdir()), sorted((cache / "heads").iterdir())
-    assert [len(found) for found in files] == [2, 2]  # a hidden run does not take a clear one's, nor the other way
+    assert [len(cached) for cached in files] == [2, 2]  # a hidden run does not take a clear one's, nor the other way
 
 
 def test_a_whole_run_under_secure_aggregation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -183,35 +183,35 @@ def test_a_whole_run_under_secure_aggregation(tmp_path: Path, caplog: pytest.Log
     assert hidden["test"]["accuracy"] == pytest.approx(plain["test"]["accuracy"], abs=0.05)
 
 
-def told(*overrides: str) -> list[str]:
+def warnings_of(*overrides: str) -> list[str]:
     """The warnings before a run of these options."""
-    found = opened(*overrides)
-    return warnings_for(found.setup, found.opened, found.engines)
+    ready = opened(*overrides)
+    return warnings_for(ready.setup, ready.opened, ready.engines)
 
 
 def test_warnings_say_what_is_still_shown() -> None:
     private = ["privacy.dp.noise=1.0", "rounds.sampling=poisson", "algorithm.weighting=uniform"]
-    assert "head initialisation" not in "\n".join(told("privacy.aggregation=secure"))
+    assert "head initialisation" not in "\n".join(warnings_of("privacy.aggregation=secure"))
     for word in ("model.head=ridge", "trainable.kind=sparse"):
         with pytest.raises(FedgraftError, match="which no noise covers"):
-            told(*private, word)
+            warnings_of(*private, word)
 
 
 def test_warnings_name_each_thing_that_comes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = {
+    sentences = {
         "trainable.sparse.merge=vote": ("merge='vote' shows the server masks", "outside secure aggregation"),
         "personal.evaluate=end": ("each client's own accuracy", "outside the hidden sum"),
     }
-    for word, (sentence, where) in shown.items():
+    for word, (sentence, where) in sentences.items():
         for kind in ("secure", "clear"):
-            found = [text for text in told(f"privacy.aggregation={kind}", word) if where in text]
-            assert [sentence in text for text in found] == ([True] if kind == "secure" else [])
-    found = opened("privacy.aggregation=secure")
-    assert not [t for t in warnings_for(found.setup, found.opened, found.engines) if "outside" in t]
+            outside = [text for text in warnings_of(f"privacy.aggregation={kind}", word) if where in text]
+            assert [sentence in text for text in outside] == ([True] if kind == "secure" else [])
+    ready = opened("privacy.aggregation=secure")
+    assert not [t for t in warnings_for(ready.setup, ready.opened, ready.engines) if "outside" in t]
     with raises("E-ALGORITHM-COMBINATION"):
         opened("privacy.aggregation=secure", "trainable.sparse.per_client=true")
     monkeypatch.setattr(FederatedData, "blind", True)  # as in a federation whose server holds no images
-    assert "counts" in warnings_for(found.setup, found.opened, found.engines)[-1]
+    assert "counts" in warnings_for(ready.setup, ready.opened, ready.engines)[-1]
 
 
 # ---- what the server sees -------------------------------------------------------------------------------------------
@@ -246,17 +246,19 @@ def leaks(privacy: Privacy, action: str) -> bool:
         return responses
 
     sums = Sums(exchange, "toy", CLIENTS, toy.network, privacy)
-    total = asked(sums, action, toy)
+    total = sum_of(sums, action, toy)
     servers = [o for o in gc.get_objects() if type(o).__name__ in {"SecureServer", "Courier"}]
     seen = tensors_of([held, servers, vars(sums) | {"network": None, "exchange": None}], set())
     floats = [t for t in seen if t.is_floating_point()]
     numbers = [r for r in held if r.examples or r.scalars or r.metrics or r.sums or r.update is not None]
     request = Request("toy", 0, 2, action)
     if action == "statistics":  # the clients' own numbers, for comparison with every byte that was seen
-        one = handle(request, zoo.fedavg(), toy.context, {})[0].sums["gram"]
-        assert not torch.equal(one, total["gram"])
-        overrides = Ring((Segment("gram", one.numel(), 2.0**40, 2.0**-33),), 5).encode({"gram": one}, torch.Generator())
-        needle = overrides[: one.numel()].tobytes()  # its encoding without a mask
+        own_gram = handle(request, zoo.fedavg(), toy.context, {})[0].sums["gram"]
+        assert not torch.equal(own_gram, total["gram"])
+        overrides = Ring((Segment("gram", own_gram.numel(), 2.0**40, 2.0**-33),), 5).encode(
+            {"gram": own_gram}, torch.Generator()
+        )
+        needle = overrides[: own_gram.numel()].tobytes()  # its encoding without a mask
         if any(needle in t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in seen if t.numel()):
             return True
     return bool(floats or numbers)
@@ -296,10 +298,10 @@ def without(toy: Toy, client: int, stage: str) -> Callable[[Sequence[Request]], 
 def test_a_silent_client_is_left_out_exactly(stage: str, action: str, caplog: pytest.LogCaptureFixture) -> None:
     toy, others = Toy(zoo.fedavg()), Toy(zoo.fedavg())
     sums = Sums(without(toy, 3, stage), "toy", CLIENTS, toy.network, SECURE)
-    found = asked(sums, action, toy)
+    opened_sums = sum_of(sums, action, toy)
     inside = stage in {"consistency", "unmask"}  # its summand was in already
-    wanted = asked(secured(others, CLIENTS if inside else [0, 1, 2, 4]), action, others)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    wanted = sum_of(secured(others, CLIENTS if inside else [0, 1, 2, 4]), action, others)
+    assert all(torch.equal(opened_sums[name], wanted[name]) for name in wanted)
     assert (3 in sums.lost) != inside and (3 in sums.clients) == inside
     assert ("client 3 is left out" in caplog.text) != inside
 
@@ -328,9 +330,9 @@ def test_stale_doubled_and_foreign_answers_change_nothing() -> None:
 
     sums = Sums(exchange, "toy", CLIENTS, toy.network, SECURE)
     for action in ACTIONS:
-        found, wanted = asked(sums, action, toy), asked(secured(calm), action, calm)
+        opened_sums, wanted = sum_of(sums, action, toy), sum_of(secured(calm), action, calm)
         calm.engine.memory.clear()
-        assert not sums.lost and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert not sums.lost and all(torch.equal(opened_sums[name], wanted[name]) for name in wanted)
     assert len({frozenset(names) for names in STAGE_TENSORS.values()}) == len(STAGES)
 
 
@@ -350,9 +352,9 @@ def test_an_answer_over_its_size_is_not_even_unpacked(monkeypatch: pytest.Monkey
         return {name: torch.zeros(1 << 18, dtype=t.dtype) for name, t in response.evidence.items()}
 
     monkeypatch.setattr(secure_round, "unpack", spy)
-    found = Sums(exchange, "toy", CLIENTS, toy.network, SECURE).ask(action_named("statistics"))
+    opened_sums = Sums(exchange, "toy", CLIENTS, toy.network, SECURE).ask(action_named("statistics"))
     wanted = secured(calm, [0, 1, 2, 4]).ask(action_named("statistics"))
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert all(torch.equal(opened_sums[name], wanted[name]) for name in wanted)
     assert sum(over for _, _, over in read) == 1 and all(limit is not None and limit < 1 << 18 for _, limit, _ in read)
 
 
@@ -368,36 +370,36 @@ def test_large_answers_are_asked_for_in_groups(privacy: Privacy, monkeypatch: py
         sizes.append(len(requests))
         return list(inner(requests))
 
-    found = Sums(exchange, "toy", CLIENTS, toy.network, privacy).ask(action_named("statistics"))
+    opened_sums = Sums(exchange, "toy", CLIENTS, toy.network, privacy).ask(action_named("statistics"))
     assert set(sizes) == {2, 1} and len(sizes) == 3 * (len(STAGES) if privacy is SECURE else 1)
     monkeypatch.undo()
     wanted = Sums(calm.engine.exchange, "toy", CLIENTS, calm.network, privacy).ask(action_named("statistics"))
     if privacy is SECURE:
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        assert all(torch.equal(opened_sums[name], wanted[name]) for name in wanted)
+    torch.testing.assert_close(opened_sums, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_long_vectors_add_up_to_the_same_bits_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores are added one by one in client order, whatever the groups; a group without an answer adds nothing."""
-    whole = asked(clear(Toy(zoo.fedavg())), "fisher_scores", Toy(zoo.fedavg()))
-    without = asked(clear(Toy(zoo.fedavg()), [2, 3, 4]), "fisher_scores", Toy(zoo.fedavg()))
+    whole = sum_of(clear(Toy(zoo.fedavg())), "fisher_scores", Toy(zoo.fedavg()))
+    without = sum_of(clear(Toy(zoo.fedavg()), [2, 3, 4]), "fisher_scores", Toy(zoo.fedavg()))
     monkeypatch.setattr(secure_round, "_HELD_BYTES", 1)
     monkeypatch.setattr(secure_round, "_GROUP", 2)
-    grouped = asked(clear(Toy(zoo.fedavg())), "fisher_scores", Toy(zoo.fedavg()))
+    grouped = sum_of(clear(Toy(zoo.fedavg())), "fisher_scores", Toy(zoo.fedavg()))
     assert all(torch.equal(grouped[name], whole[name]) for name in whole)
     toy = Toy(zoo.fedavg())
     inner = toy.engine.exchange
     sums = Sums(lambda o: [r for r in inner(o) if r.client > 1], "toy", CLIENTS, toy.network, Clear())
-    found = asked(sums, "fisher_scores", toy)
-    assert all(torch.equal(found[name], without[name]) for name in without) and sorted(sums.lost) == [0, 1]
+    opened_sums = sum_of(sums, "fisher_scores", toy)
+    assert all(torch.equal(opened_sums[name], without[name]) for name in without) and sorted(sums.lost) == [0, 1]
 
 
 def test_a_client_whose_numbers_do_not_fit_leaves_and_is_named() -> None:
     toy = Toy(zoo.fedavg())
     toy.examples.inputs[toy.context.rows(2)[0]] = float("nan")
     for sums in (secured(toy), clear(toy)):
-        found = sums.ask(action_named("statistics"))
-        assert list(sums.lost) == [2] and bool(torch.isfinite(found["gram"]).all())
+        opened_sums = sums.ask(action_named("statistics"))
+        assert list(sums.lost) == [2] and bool(torch.isfinite(opened_sums["gram"]).all())
 
 
 def test_a_head_without_everyone_is_not_kept_for_other_runs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,9 +429,9 @@ def test_a_client_serves_each_sum_once_and_refuses_another_layout(caplog: pytest
         secured(toy, [0, 1, 2, 3]).ask(action_named("statistics"))
     assert "is a replay" in caplog.text
     caplog.clear()
-    told = Request("toy", 0, 0, "secure.shares", "statistics", settings={"sums": "statistics"})
+    early_stage = Request("toy", 0, 0, "secure.shares", "statistics", settings={"sums": "statistics"})
     with raises("E-REFUSED-SECURE-SUM"):
-        handle(told, toy.algorithm, toy.context, {})
+        handle(early_stage, toy.algorithm, toy.context, {})
 
 
 def test_dropout_layers_draw_the_same_under_secure_aggregation() -> None:

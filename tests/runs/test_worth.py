@@ -25,9 +25,11 @@ def test_the_page_holds_what_the_runs_themselves_measured(tmp_path: Path) -> Non
         places = make_missing(folder, {}, Silent, ran.append)
         assert len(ran) == 2 and make_missing(folder, {}, Silent, ran.append) == places and len(ran) == 2  # not again
     write_worth(tmp_path / "page", compare_models(places, ["accuracy", "auroc"], draws=20), "run")
-    told = json.loads((tmp_path / "page" / "worth.json").read_text())
-    assert [s["name"] for s in told["auroc"]] == ["0", "1", "2"] and "AUROC" in (tmp_path / "page/worth.md").read_text()
-    for site in told["accuracy"]:
+    record = json.loads((tmp_path / "page" / "worth.json").read_text())
+    assert [s["name"] for s in record["auroc"]] == ["0", "1", "2"] and "AUROC" in (
+        tmp_path / "page/worth.md"
+    ).read_text()
+    for site in record["accuracy"]:
         own = summary["clients"][site["name"]]["accuracy"]
         assert site["models"]["federated"]["value"] == pytest.approx(own["value"]) and site["images"] == own["n"]
         gap = site["models"]["federated"]["value"] - site["models"]["alone"]["value"]
@@ -48,11 +50,11 @@ def test_losers_are_named_and_what_holds_zero_is_not_told() -> None:
 
 def test_comparisons_share_data_seed_and_training_and_one_place_is_refused() -> None:
     config = tiny("algorithm.name=fedprox", "privacy.aggregation=secure", "seed=3")
-    found = comparisons(config)
-    kept = comparisons(tiny("seed=3", "rounds.keep_contributions=true"))  # what only a mean can keep
-    assert kept["alone"].digest == comparisons(tiny("seed=3"))["alone"].digest
-    assert found["alone"].algorithm.name == "local_only" and found["alone"].privacy.aggregation == "clear"
-    assert found["alone"].local == config.local and found["alone"].seed == found["pooled"].seed == 3
-    assert found["pooled"].partition.clients == 1 and found["pooled"].centralized.active
+    compared = comparisons(config)
+    contributions = comparisons(tiny("seed=3", "rounds.keep_contributions=true"))  # what only a mean can keep
+    assert contributions["alone"].digest == comparisons(tiny("seed=3"))["alone"].digest
+    assert compared["alone"].algorithm.name == "local_only" and compared["alone"].privacy.aggregation == "clear"
+    assert compared["alone"].local == config.local and compared["alone"].seed == compared["pooled"].seed == 3
+    assert compared["pooled"].partition.clients == 1 and compared["pooled"].centralized.active
     with raises("E-CONSORTIUM-ONE-SITE"):
-        comparisons(found["pooled"])
+        comparisons(compared["pooled"])

@@ -12,7 +12,7 @@ from tests.support.tiny import Open, tiny
 
 from fedgraft.client.authorize import implied_policy
 from fedgraft.client.policy import Policy, count_request, in_words, parse, policy_toml
-from fedgraft.config.agreement import broken_rules, implied_by, safe_for
+from fedgraft.config.agreement import broken_rules, policy_of_config, safe_policy
 from fedgraft.config.build import build_algorithm
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request
@@ -29,7 +29,7 @@ def broken(policy: Policy, *overrides: str) -> list[str]:
 
 def safe(*overrides: str) -> Policy:
     config = tiny(*overrides)
-    return safe_for(config, build_algorithm(config))
+    return safe_policy(config, build_algorithm(config))
 
 
 @pytest.mark.parametrize("overrides", [SECURE, [*SECURE, *PRIVATE], PRIVATE, []])
@@ -128,7 +128,7 @@ def test_a_day_ends_and_a_clock_that_is_set_back_gives_no_second_one() -> None:
 def test_an_owner_agrees_to_a_fingerprint_and_not_to_its_beginning() -> None:
     """A digest of 64 bits has a second config within 2^32 tries of whoever writes both; the fingerprint has not."""
     config, algorithm = tiny(), build_algorithm(tiny())
-    whole = safe_for(config, algorithm)
+    whole = safe_policy(config, algorithm)
     assert whole.config == config.fingerprint and len(whole.config) == 64 and whole.config.startswith(config.digest)
     assert not broken_rules(whole, config, algorithm) and whole.agrees(config.digest)
     twin = replace(whole, config=config.digest + "0" * 48)  # another config of the same digest
@@ -139,7 +139,7 @@ def test_an_owner_agrees_to_a_fingerprint_and_not_to_its_beginning() -> None:
 def test_under_privacy_a_client_answers_nothing_that_no_noise_covers() -> None:
     config = tiny("privacy.dp.noise=1.0", "rounds.sampling=poisson", "algorithm.weighting=uniform")
     algorithm = build_algorithm(config)
-    for policy in (implied_by(config, algorithm), implied_policy(algorithm)):
+    for policy in (policy_of_config(config, algorithm), implied_policy(algorithm)):
         policy.check_action(Request("", 0, 0, "train"))
         for action in ("statistics", "class_counts", "fisher_scores", "evaluate", "own_mask"):
             with raises("E-REFUSED-ACTIONS"):

@@ -17,8 +17,8 @@ from fedgraft.core.capabilities import (
     NOTHING,
     Capabilities,
     Capability,
+    CapablePart,
     NamedPart,
-    Part,
     Unmet,
     provided_by,
     required_by,
@@ -266,7 +266,7 @@ def parts_of(algorithm: Algorithm) -> list[NamedPart]:
     return parts
 
 
-def _named(slot: str, name: str, part: Part, instead: str = "") -> NamedPart:
+def _named(slot: str, name: str, part: CapablePart, instead: str = "") -> NamedPart:
     """Return the part with its slot and name; `instead` is the part's own, unless it is passed."""
     replacement = instead or getattr(part, "instead", "")
     return NamedPart(slot, name, part.requires, part.provides, replacement)

@@ -49,7 +49,7 @@ def preflight(
 def _save_class_map(federation: FederationFolder, class_map: Path) -> None:
     """Write the class map into the federation's config, and print the new fingerprint."""
     from fedgraft.config.load import merge, to_toml, validate
-    from fedgraft.core.files import write_text
+    from fedgraft.core.store import write_text
 
     config = validate(merge(federation.config.table, {"data": {"class_map": str(class_map)}}))
     file = federation.path / "config.toml"
@@ -109,7 +109,7 @@ def evaluate(
             "no node answered the request to evaluate the model",
             "ask the owners to allow the action 'evaluate' and this config",
         )
-    lines = query.markdown_table(result, federation.names)
+    lines = query.evaluation_table(result, federation.names)
     (plan.folder / "evaluation.md").write_text("\n".join(lines) + "\n")
     for line in lines:
         typer.echo(line)

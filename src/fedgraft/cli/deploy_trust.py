@@ -33,7 +33,7 @@ def policy(
     """Node: print a safe policy for a config (or a federation's folder), or which rules of yours it breaks."""
     import_runtime()
     from fedgraft.client.policy import in_words, policy_toml
-    from fedgraft.config.agreement import safe_for
+    from fedgraft.config.agreement import safe_policy
     from fedgraft.config.build import build_algorithm
 
     config = _config(overrides)
@@ -49,13 +49,13 @@ def policy(
                 "leave it out: the actions of a run are allowed",
                 action=action,
             )
-    safe_policy = safe_for(config, algorithm, allow or ())
+    policy = safe_policy(config, algorithm, allow or ())
     typer.echo("a node with this policy carries out a request only if it follows all of these rules:")
-    for sentence in in_words(safe_policy):
+    for sentence in in_words(policy):
         echo(f"  {sentence}", "    ")
-    if not safe_policy.secure:
+    if not policy.secure:
         typer.echo("this config has no secure aggregation: the coordinator sees this node's updates one by one")
-    if safe_policy.epsilon is None:
+    if policy.epsilon is None:
         typer.echo("this config has no differential privacy: the finished model may remember single images")
     if key is not None:
         path = key.absolute().parent / "policy.toml"
@@ -66,7 +66,7 @@ def policy(
                 f"move it away, or compare with: --check {path}",
                 path=str(path),
             )
-        path.write_text(policy_toml(safe_policy))
+        path.write_text(policy_toml(policy))
         typer.echo(f"written: {path}; the node reads it at every request. Edit it, then see: --check {path}")
 
 
@@ -122,7 +122,7 @@ def trust(
     """Node: pin a peer's identity for secure sums, so that no server can pose as it; otherwise trust on first use."""
     import tomllib
 
-    from fedgraft.core.files import write_text
+    from fedgraft.core.store import write_text
     from fedgraft.deploy.keys import announced_identity, short_identity
 
     path = key.absolute().parent / "peers.toml"

@@ -67,9 +67,9 @@ def apply(
     """Write base + scale * edit as a `transformers` folder; refuse a base that the edit does not fit."""
     import_runtime()
     from fedgraft.edit import edit_file
-    from fedgraft.runs.edit_files import Base, apply_to_folder
+    from fedgraft.runs.edit_files import EditBase, apply_to_folder
 
-    apply_to_folder(edit_file.load_edit(file), Base(model, classes, image_size, seed), to, scale)
+    apply_to_folder(edit_file.load_edit(file), EditBase(model, classes, image_size, seed), to, scale)
     typer.echo(f"written: {to}")
 
 
@@ -86,12 +86,12 @@ def add(
 ) -> None:
     """Add or merge edits of one base, each at its own strength."""
     import_runtime()
-    from fedgraft.runs.edit_files import How, add_files
+    from fedgraft.runs.edit_files import MergeRule, add_files
 
     strengths = None
     if scales is not None:
         strengths = numbers(scales, "--scales")
-    rule = How(how, share, tuple(runs or ()), seed=seed)
+    rule = MergeRule(how, share, tuple(runs or ()), seed=seed)
     total = add_files(files, strengths, to, half, rule)
     typer.echo(f"written: {to}  ({total.space.size:,} coordinates)")
 

@@ -99,9 +99,9 @@ def run(
     config = config_of(overrides)
     if dry_run:
         import_runtime()
-        from fedgraft.runs.plan import plan
+        from fedgraft.runs.plan import plan_run
 
-        for line in plan(config):
+        for line in plan_run(config):
             echo(line)
         return
     _carry_out(config, _folder(config, folder, fresh), quiet)

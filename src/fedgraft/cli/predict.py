@@ -14,7 +14,7 @@ from fedgraft.cli.console import echo, import_runtime
 from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
-    from fedgraft.runs.predict import Measured, Prediction
+    from fedgraft.runs.predict import ModelMetrics, Prediction
 
 Model = Annotated[Path, typer.Argument(help="a run folder, or a folder that transformers loads")]
 
@@ -99,7 +99,7 @@ def evaluate(
         typer.echo(f"left out: {place}: {reason}")
 
 
-def _as_table(measured: Measured) -> dict[str, object]:
+def _as_table(measured: ModelMetrics) -> dict[str, object]:
     """Return the result of an evaluation as plain values for JSON."""
     from dataclasses import asdict
 

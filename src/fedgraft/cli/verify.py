@@ -15,7 +15,7 @@ def verify(
     key: Annotated[str | None, typer.Option(help="fingerprint of the key that must have signed")] = None,
 ) -> None:
     """Check that the rounds, metrics and checkpoints of a run match its signed log."""
-    from fedgraft.runs.round_log import verify as verify_log
+    from fedgraft.runs.round_log import verify_log
 
     description, mismatches = verify_log(run, key)
     if mismatches:

@@ -1,9 +1,10 @@
-"""Where a config and an owner's policy meet: what a config implies, a safe policy for it, and what of it breaks one."""
+"""Where a config and an owner's policy meet: the policy that a config implies, a safe one for it, and broken rules."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.policy import Policy, from_table
@@ -15,163 +16,277 @@ from fedgraft.core.messages import Request
 from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
 
-HEAD_ASKS = {
+HEAD_ACTIONS = {
     "ridge": ("statistics",),
     "probe": ("statistics", "head_gradient"),
     "ncm": ("class_sums",),
     "cof": ("class_sums",),
     "random": (),
 }
-"""What each way to start the head asks of clients."""
+"""The client actions that each way to start the head requests."""
+LEAST_IMAGES = 10
+"""Fewest images that a safe policy lets an evaluation be about."""
+MOST_HEADS = 64
+"""Most heads that a safe policy lets one count compare."""
+PROBE_STEPS = 500
+"""Most sums of gradients that a logistic probe requests."""
+OPEN_RATE_FACTOR = 100.0
+"""A default learning rate is computed when the run begins; a safe policy allows it to be so many times larger."""
 
 
-def shown(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
-    """What an honest run of this config asks of each client by itself, whatever its protection."""
-    personal, own = config.personal.evaluate != "never", "own_mask" in algorithm.trainable.asks
-    return ("count", *(("evaluate",) if personal else ()), *(("own_mask",) if own else ()))
+def clear_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
+    """Return the actions whose responses a run of this config shows for each client, whatever its protection."""
+    actions = ["count"]
+    if config.personal.evaluate != "never":
+        actions.append("evaluate")
+    if "own_mask" in algorithm.trainable.asks:
+        actions.append("own_mask")
+    return tuple(actions)
 
 
-def needed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
-    """Every action that an honest run of this config asks for; counts only where images are held out.
+def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
+    """Return every action that a run of this config requests; counts only where images are held out.
 
-    A head that is made from sums is measured by counts, also where the model is measured by hidden sums later on.
+    A head that is computed from sums is scored by counts, also where the model is measured by hidden sums later on.
     """
-    held = config.data.validation > 0 and (config.rounds.evaluate_every > 0 or config.rounds.test)
-    summed = held and algorithm.privacy.collects_sum and (bool(config.metrics) or config.select != "accuracy")
-    judged = config.data.validation > 0 and (algorithm.closed_form or config.head) != "random"
-    asked = {
-        "train": config.rounds.total > 0,
-        "class_counts": Capability.CLASS_COUNTS in algorithm.requires,
-        "count": judged or (held and not summed),
-        "scores": summed,
-        "evaluate": config.personal.evaluate != "never",
-    }
-    return (
-        *(name for name, wanted in asked.items() if wanted),
-        *HEAD_ASKS[algorithm.closed_form or config.head],
-        *algorithm.trainable.asks,
-    )
+    holds_out = config.data.validation > 0
+    measures = holds_out and (config.rounds.evaluate_every > 0 or config.rounds.test)
+    has_metrics = bool(config.metrics) or config.select != "accuracy"
+    measures_by_sums = measures and algorithm.privacy.collects_sum and has_metrics
+    head = algorithm.closed_form or config.head
+    scores_head = holds_out and head != "random"
+    actions = []
+    if config.rounds.total > 0:
+        actions.append("train")
+    if Capability.CLASS_COUNTS in algorithm.requires:
+        actions.append("class_counts")
+    if scores_head or (measures and not measures_by_sums):
+        actions.append("count")
+    if measures_by_sums:
+        actions.append("scores")
+    if config.personal.evaluate != "never":
+        actions.append("evaluate")
+    return (*actions, *HEAD_ACTIONS[head], *algorithm.trainable.asks)
 
 
-def implied_by(config: Config, algorithm: Algorithm) -> Policy:
-    """The rules of a run without an owner's: where it hides, it shows only what its own config says it will show, and
-    under differential privacy nobody answers what its account does not know of."""
-    asked = (
-        needed(config, algorithm) if algorithm.privacy.answers_only_accounted else ()
-    )  # no noise covers anything else
+def policy_of_config(config: Config, algorithm: Algorithm) -> Policy:
+    """Return the policy of a run without an owner's.
+
+    A run with secure aggregation shows only what its config says it shows; under differential privacy clients answer
+    nothing that the accounting does not cover.
+    """
+    actions: tuple[str, ...] = ()
+    if algorithm.privacy.answers_only_accounted:
+        actions = requested_actions(config, algorithm)
     return Policy(
         secure=algorithm.privacy.collects_sum,
-        in_the_clear=shown(config, algorithm),
-        actions=asked,
+        in_the_clear=clear_actions(config, algorithm),
+        actions=actions,
         most_clients=max(config.partition.clients, 2),
     )
 
 
-def rules_of(config: Config, algorithm: Algorithm, owner: Policy | None = None) -> tuple[Policy, ...]:
-    """The rules of a run: what its config implies, its own `policy` table, the owner's; a config that breaks one of
-    the latter two is refused."""
-    said = from_table(config.policy, "the config's policy") if config.policy else None
-    given = [policy for policy in (said, owner) if policy is not None]
-    for policy in given:
-        if broken := broken_rules(policy, config, algorithm):
-            rule, _, sentence = broken[0].partition(": ")
-            if policy is owner:
-                raise Refused(sentence, rule)
+def policies_of(config: Config, algorithm: Algorithm, owner: Policy | None = None) -> tuple[Policy, ...]:
+    """Return the policies of a run: the implied one, the config's own `policy` table, the owner's.
+
+    A config that breaks one of the latter two is refused.
+    """
+    policies = [policy_of_config(config, algorithm)]
+    if config.policy:
+        own = from_table(config.policy, "the config's policy")
+        violations = broken_rules(own, config, algorithm)
+        if violations:
+            rule, _, reason = violations[0].partition(": ")
             raise FedgraftError(
-                f"the config breaks the rule policy.{rule} that it sets itself: {sentence}; change either."
+                "E-CONFIG-OWN-POLICY",
+                f"the config breaks the rule policy.{rule} that it sets itself: {reason}",
+                "change either",
+                rule=rule,
             )
-    return (implied_by(config, algorithm), *given)
+        policies.append(own)
+    if owner is not None:
+        violations = broken_rules(owner, config, algorithm)
+        if violations:
+            rule, _, reason = violations[0].partition(": ")
+            raise Refused(reason, rule)
+        policies.append(owner)
+    return tuple(policies)
 
 
-def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:
-    """A policy under which this config runs and, as far as rules can tell, nothing else does but what is in `also`."""
-    hidden, rounds, dp = algorithm.privacy.collects_sum, config.rounds.total, algorithm.privacy.noise
-    open_ones = shown(config, algorithm)
-    account, cohort = budget(config, algorithm, rounds), per_round(config)
-    wanted, every = needed(config, algorithm), config.rounds.evaluate_every or max(1, rounds)
-    sums = (500 if "head_gradient" in wanted else 1) + sum(algorithm.trainable.asks.values())
-    sums = max(sums, 2 * rounds + 2) if "scores" in wanted else sums
-    room = 1.0 if config.local.lr is not None else 100.0  # a rate left open is found when the run begins
-    rates = [algorithm.lr * room * (config.trainable.match_norm or 1.0)]
-    rates += [config.personal.finetune_lr] if "evaluate" in wanted else []
-    ranges = {"lr": (0.0, max(rates))}
-    if dp is not None:
-        ranges["clip"] = (0.0, dp.clip if dp.adaptive is None else 100 * dp.clip)
+# ---- a policy for a config ----------------------------------------------------------------------------------------
+
+
+def safe_policy(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:
+    """Return a policy that allows this config, the actions of `also` and, as far as rules can tell, nothing else."""
+    rounds = config.rounds.total
+    wanted = requested_actions(config, algorithm)
+    sums = _number_of_sums(config, algorithm, wanted)
+    in_the_clear: tuple[str, ...] = ()
+    if algorithm.privacy.collects_sum:
+        shown = [action for action in wanted if action in clear_actions(config, algorithm)]
+        in_the_clear = tuple(dict.fromkeys((*shown, *also)))
+    threshold = 0.6
+    if algorithm.privacy.sum_options.threshold is not None:
+        threshold = 0.5
     return Policy(
         config=config.fingerprint,
-        secure=hidden,
+        secure=algorithm.privacy.collects_sum,
         actions=tuple(dict.fromkeys((*wanted, *also))),
-        in_the_clear=tuple(dict.fromkeys((*(a for a in wanted if a in open_ones), *also))) if hidden else (),
-        epsilon=None if account is None else _up(account.epsilon),
-        delta=None if account is None else account.delta,
-        noise=None if dp is None else dp.mechanism.noise,
-        cohort=max(2, (2 * cohort + 2) // 3) if config.rounds.sampling == "fixed" and hidden else 2,
-        threshold=0.6 if algorithm.privacy.sum_options.threshold is None else 0.5,
+        in_the_clear=in_the_clear,
+        cohort=_smallest_cohort(config, algorithm),
+        threshold=threshold,
         degree=algorithm.privacy.sum_options.degree or 2,
         most_clients=max(config.partition.clients, 2),
         rounds=rounds,
         sums=sums,
         rounds_per_day=2 * rounds,
-        queries_per_day=2 * (rounds // every + rounds * (config.personal.evaluate == "always") + sums + 8),
-        least_images=10,
-        heads=64,
-        ranges=ranges,
+        queries_per_day=2 * _number_of_queries(config, sums),
+        least_images=LEAST_IMAGES,
+        heads=MOST_HEADS,
+        ranges=_ranges(config, algorithm, wanted),
         steps=config.local.steps or max(config.local.client_steps, default=None),
+        **_account_rules(config, algorithm),
     )
 
 
-def _up(value: float) -> float:
-    """A little above, so that the account's last digit does not decide."""
-    return math.ceil(value * 1e4) / 1e4 if math.isfinite(value) else value
+def _number_of_sums(config: Config, algorithm: Algorithm, wanted: Sequence[str]) -> int:
+    """Return how many secure sums of one kind a run requests at most."""
+    sums = 1
+    if "head_gradient" in wanted:
+        sums = PROBE_STEPS
+    sums += sum(algorithm.trainable.asks.values())
+    if "scores" in wanted:
+        sums = max(sums, 2 * config.rounds.total + 2)
+    return sums
+
+
+def _number_of_queries(config: Config, sums: int) -> int:
+    """Return how many requests besides training a run makes at most."""
+    rounds = config.rounds.total
+    interval = config.rounds.evaluate_every or max(1, rounds)
+    queries = rounds // interval + sums + 8
+    if config.personal.evaluate == "always":
+        queries += rounds
+    return queries
+
+
+def _smallest_cohort(config: Config, algorithm: Algorithm) -> int:
+    """Return the fewest clients in a secure sum: two thirds of a cohort of fixed size."""
+    if config.rounds.sampling != "fixed" or not algorithm.privacy.collects_sum:
+        return 2
+    return max(2, (2 * per_round(config) + 2) // 3)
+
+
+def _ranges(config: Config, algorithm: Algorithm, wanted: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Return the ranges of the numbers in requests: learning rates and clipping bounds."""
+    factor = config.trainable.match_norm or 1.0
+    if config.local.lr is None:
+        factor *= OPEN_RATE_FACTOR
+    largest_rate = algorithm.lr * factor
+    if "evaluate" in wanted:
+        largest_rate = max(largest_rate, config.personal.finetune_lr)
+    ranges = {"lr": (0.0, largest_rate)}
+    noise = algorithm.privacy.noise
+    if noise is not None:
+        largest_clip = noise.clip
+        if noise.adaptive is not None:
+            largest_clip *= 100
+        ranges["clip"] = (0.0, largest_clip)
+    return ranges
+
+
+def _account_rules(config: Config, algorithm: Algorithm) -> dict[str, Any]:
+    """Return the rules about differential privacy; empty without it."""
+    account = budget(config, algorithm, config.rounds.total)
+    noise = algorithm.privacy.noise
+    if account is None or noise is None:
+        return {}
+    epsilon = account.epsilon
+    if math.isfinite(epsilon):
+        epsilon = math.ceil(epsilon * 1e4) / 1e4  # rounded up, so that the last digit does not decide
+    return {"epsilon": epsilon, "delta": account.delta, "noise": noise.mechanism.noise}
+
+
+# ---- a policy against a config ------------------------------------------------------------------------------------
 
 
 def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
-    """What of a config the policy forbids, one sentence a rule; empty: a node with this policy takes part."""
-    found = []
-
-    def note(rule: str, broken: bool, sentence: str) -> None:
-        if broken:
-            found.append(f"{rule}: {sentence}")
-
+    """Return the rules that a config breaks, each with its reason; empty: a node with this policy takes part."""
+    violations = []
     try:
         policy.check_protection(algorithm)
     except Refused as refusal:
-        note(refusal.rule, True, str(refusal))
-    note("config", not policy.agrees(config.fingerprint), "it is not the config that was agreed to")
-    account = budget(config, algorithm, config.rounds.total) if policy.epsilon or policy.delta else None
-    if account is not None:
-        note("epsilon", account.epsilon > (policy.epsilon or math.inf), f"epsilon is {account.epsilon:.4g}")
-        note("delta", account.delta > (policy.delta or 1.0), f"delta is {account.delta:.4g}")
-    note("rounds", config.rounds.total > (policy.rounds or math.inf), f"it has {config.rounds.total} rounds")
-    steps = config.local.steps or max(config.local.client_steps, default=None)
-    note("steps", (steps or 4) > (policy.steps or math.inf), f"a client takes {steps} steps a round")
-    low, high = policy.ranges.get("lr", (0.0, math.inf))
-    note("ranges.lr", not low <= algorithm.lr <= high, f"the learning rate is {algorithm.lr:g}")
-    clip = algorithm.privacy.initial_clip() or None
-    low, high = policy.ranges.get("clip", (0.0, math.inf))
-    note("ranges.clip", clip is not None and not low <= clip <= high, f"updates are clipped at {clip}")
-    for action in needed(config, algorithm):
-        hides = algorithm.privacy.collects_sum and action not in shown(config, algorithm)
-        request = Request(
-            policy.config, 0, 0, "secure.keys" if hides else action, settings={"sums": action} if hides else {}
-        )
+        violations.append(f"{refusal.rule}: {refusal}")
+    if not policy.agrees(config.fingerprint):
+        violations.append("config: it is not the config that was agreed to")
+    violations += _broken_account(policy, config, algorithm)
+    violations += _broken_limits(policy, config, algorithm)
+    violations += _refused_actions(policy, config, algorithm)
+    if algorithm.privacy.collects_sum:
+        violations += _broken_plan(policy, config, algorithm)
+    return list(dict.fromkeys(violations))
+
+
+def _broken_account(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
+    """Return the broken rules about the privacy accounting."""
+    if not policy.epsilon and not policy.delta:
+        return []
+    account = budget(config, algorithm, config.rounds.total)
+    if account is None:
+        return []
+    violations = []
+    if account.epsilon > (policy.epsilon or math.inf):
+        violations.append(f"epsilon: epsilon is {account.epsilon:.4g}")
+    if account.delta > (policy.delta or 1.0):
+        violations.append(f"delta: delta is {account.delta:.4g}")
+    return violations
+
+
+def _broken_limits(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
+    """Return the broken rules about rounds, steps, the learning rate and the clipping bound."""
+    violations = []
+    if config.rounds.total > (policy.rounds or math.inf):
+        violations.append(f"rounds: it has {config.rounds.total} rounds")
+    steps = config.local.steps or max(config.local.client_steps, default=4)
+    if steps > (policy.steps or math.inf):
+        violations.append(f"steps: a client takes {steps} steps a round")
+    least, largest = policy.ranges.get("lr", (0.0, math.inf))
+    if not least <= algorithm.lr <= largest:
+        violations.append(f"ranges.lr: the learning rate is {algorithm.lr:g}")
+    clip = algorithm.privacy.initial_clip()
+    least, largest = policy.ranges.get("clip", (0.0, math.inf))
+    if clip and not least <= clip <= largest:
+        violations.append(f"ranges.clip: updates are clipped at {clip}")
+    return violations
+
+
+def _refused_actions(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
+    """Return the rules by which the policy refuses actions that the config requests."""
+    violations = []
+    shown = clear_actions(config, algorithm)
+    for action in requested_actions(config, algorithm):
+        if algorithm.privacy.collects_sum and action not in shown:
+            request = Request(policy.config, 0, 0, "secure.keys", settings={"sums": action})
+        else:
+            request = Request(policy.config, 0, 0, action)
         try:
             policy.check_action(request)
         except Refused as refusal:
-            note(refusal.rule, True, str(refusal))
-    if algorithm.privacy.collects_sum:
-        found += _plan_breaks(policy, config, algorithm)
-    return list(dict.fromkeys(found))
+            violations.append(f"{refusal.rule}: {refusal}")
+    return violations
 
 
-def _plan_breaks(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
-    clients, privacy = max(2, per_round(config)), algorithm.privacy
-    options = privacy.sum_options
+def _broken_plan(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
+    """Return the broken rules about the config's secure sums."""
+    cohort = max(2, per_round(config))
+    options = algorithm.privacy.sum_options
     segments = (Segment("one", 1, 1.0),)
-    plan = Plan("", 0, tuple(range(clients)), segments, options.degree_among(clients), options.threshold)
+    plan = Plan("", 0, tuple(range(cohort)), segments, options.degree_among(cohort), options.threshold)
     try:
         policy.check_plan(plan)
     except Refused as refusal:
         return [f"{refusal.rule}: {refusal}"]
-    most = config.partition.clients
-    return [f"most_clients: it has {most} clients"] if most > policy.most_clients else []
+    clients = config.partition.clients
+    if clients > policy.most_clients:
+        return [f"most_clients: it has {clients} clients"]
+    return []

@@ -249,29 +249,30 @@ def _protected(config: Config, algorithm: Algorithm) -> Algorithm:
     privacy = config.privacy
     if privacy.aggregation == "secure":
         algorithm = secure(algorithm, privacy.limit, privacy.threshold, privacy.degree)
-    if privacy.dp is None:
+    table = privacy.dp
+    if table is None:
         return algorithm
     check_private(config, algorithm)
-    if privacy.dp.epsilon is None and privacy.dp.noise is None:
+    if table.epsilon is None and table.noise is None:
         raise FedgraftError(
             "E-CONFIG-DP-TARGET",
             "privacy.dp has neither a target epsilon nor a noise multiplier",
             "set privacy.dp.epsilon or privacy.dp.noise",
         )
     probability = per_round(config) / config.partition.clients
-    noise = privacy.dp.noise
+    noise = table.noise
     if noise is None:
         with phase("noise that keeps within epsilon"):
-            target = float(privacy.dp.epsilon or 0)
+            target = float(table.epsilon or 0)
             noise = noise_for(target, probability, config.rounds.total, private_delta(config))
     mechanism = Mechanism(noise, probability, config.partition.clients)
     key = simulation_key(config.seed)
-    if privacy.dp.secret:
+    if table.secret:
         key = secret_key()
     adaptive = None
-    if privacy.dp.adaptive:
+    if table.adaptive:
         adaptive = AdaptiveClip(mechanism)
-    return private(algorithm, DifferentialPrivacy(mechanism, privacy.dp.clip, adaptive, key, bool(privacy.dp.secret)))
+    return private(algorithm, DifferentialPrivacy(mechanism, table.clip, adaptive, key, bool(table.secret)))
 
 
 def private_delta(config: Config) -> float:

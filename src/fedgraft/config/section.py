@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model, model_validator
 
-from fedgraft.core.declared import REQUIRED, Declared, options_of
+from fedgraft.core.declared import REQUIRED, Declared, declared_options
 from fedgraft.core.errors import FedgraftError
 
 NOT_IN_IDENTITY: dict[str, Any] = {"identity": False}
@@ -47,7 +47,7 @@ def declared_in(file: str, owner: str, without: tuple[str, ...] = ()) -> Callabl
 
     def add_options(section: type[S]) -> type[S]:
         fields: dict[str, Any] = {}
-        for option in options_of(file, owner):
+        for option in declared_options(file, owner):
             if option.name not in without:
                 fields[option.name] = (option.annotation, Field(option.default, description=option.description or None))
         derived = create_model(section.__name__, __base__=section, __module__=section.__module__, **fields)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from fedgraft.config.section import ChoiceSection, DerivedSection, Section, declared_in
-from fedgraft.core.declared import Declared, functions_in, options_of
+from fedgraft.core.declared import Declared, declared_options, functions_in
 from fedgraft.core.registry import GIVEN, algorithm_files
 
 
@@ -130,7 +130,7 @@ def algorithm_options() -> dict[str, tuple[Declared, ...]]:
     """Return the options of each algorithm of fedgraft by its name."""
     options = {}
     for name, file in algorithm_files().items():
-        options[name] = tuple(option for option in options_of(file, name) if option.name not in GIVEN)
+        options[name] = tuple(option for option in declared_options(file, name) if option.name not in GIVEN)
     return options
 
 
@@ -139,5 +139,5 @@ def _table_options(file: str, table: str, without: frozenset[str] = frozenset())
     """Return the options of each function of a table by its name there."""
     options = {}
     for name, function in functions_in(file, table).items():
-        options[name] = tuple(option for option in options_of(file, function) if option.name not in without)
+        options[name] = tuple(option for option in declared_options(file, function) if option.name not in without)
     return options

@@ -24,7 +24,7 @@ from fedgraft.consortium.attacked import BENIGN, OUTCOME, run_attacked
 from fedgraft.consortium.search_tables import as_csv, format_spread
 from fedgraft.consortium.sweep import Cell, Report, finished_summary, folder_of, run_cells, vary_config
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_text
+from fedgraft.core.store import write_text
 from fedgraft.engines.attackers import DATA_ATTACKS, NAMES, choose_attackers
 from fedgraft.engines.attacks import unknown_attack
 from fedgraft.metrics.statistics import markdown_table

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fedgraft.config.load import Config, to_toml
-from fedgraft.core.files import write_text
 from fedgraft.core.protocols import Examples
+from fedgraft.core.store import write_text
 from fedgraft.data.examples import ImageExamples
 from fedgraft.data.pixels.transforms import Transform
 from fedgraft.engines.attackers import Attacked, Trigger, choose_attackers

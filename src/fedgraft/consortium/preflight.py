@@ -26,8 +26,8 @@ import numpy as np
 from fedgraft.config.federate import federate, open_data
 from fedgraft.config.options import Config
 from fedgraft.consortium.site_faults import Finding, SiteFacts, findings
-from fedgraft.core.files import write_text
 from fedgraft.core.progress import counted
+from fedgraft.core.store import write_text
 from fedgraft.data.pixels.rule import FORMATS, Source, Unreadable, Window, decode_image, open_original
 from fedgraft.data.pixels.store import ImageStore, cache_dir
 from fedgraft.data.sources.assemble import Dataset

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedgraft.consortium.roofline import Roofline, best_seconds, measure_roofline
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_text
+from fedgraft.core.store import write_text
 from fedgraft.local.memory import one_thread
 from fedgraft.report import figures
 from fedgraft.report.run_page import write_report

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from fedgraft.core.files import write_text
+from fedgraft.core.store import write_text
 from fedgraft.metrics import statistics
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from typing import Any
 
 from fedgraft.config.load import Config, merge, to_toml, validate
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_text
 from fedgraft.core.progress import phase
+from fedgraft.core.store import write_text
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.tracking import Progress, Silent
 

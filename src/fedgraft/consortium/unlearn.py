@@ -26,7 +26,7 @@ from torch import Tensor
 from fedgraft.config.load import Config, from_folder, merge, to_toml, validate
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_text
+from fedgraft.core.store import write_text
 from fedgraft.runs import checkpoint
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.loop import is_finished, run

@@ -21,9 +21,9 @@ from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, from_folder, merge, validate
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_text
 from fedgraft.core.progress import counted, phase
 from fedgraft.core.state import from_tensors
+from fedgraft.core.store import write_text
 from fedgraft.local.transfer import onto
 from fedgraft.metrics import raw
 from fedgraft.metrics.metrics import ERRORS, Metric, check_metric

@@ -59,7 +59,7 @@ Capabilities = frozenset[Capability]
 NOTHING: Capabilities = frozenset()
 
 
-class Part(Protocol):
+class CapablePart(Protocol):
     """A part of an algorithm that says what it requires and provides."""
 
     @property

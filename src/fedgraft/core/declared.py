@@ -36,7 +36,7 @@ class Declared:
 
 
 @cache
-def options_of(file: str, owner: str) -> tuple[Declared, ...]:
+def declared_options(file: str, owner: str) -> tuple[Declared, ...]:
     """Return the options of a function or dataclass `owner`, in the order of their declaration.
 
     `file` is relative to the package, such as "edit/sparse.py".
@@ -142,8 +142,8 @@ def _string_after(body: Sequence[ast.stmt], position: int) -> str:
 
 def _described_arguments(docstring: str) -> dict[str, str]:
     """Return the descriptions under `Args:`, by name; a description may continue on deeper indented lines."""
-    _, found, section = docstring.partition("\nArgs:\n")
-    if not found:
+    _, heading, section = docstring.partition("\nArgs:\n")
+    if not heading:
         return {}
     meanings: dict[str, str] = {}
     name = ""

@@ -1,15 +1,13 @@
-"""File operations of run folders: atomic writes, metrics lines, the log and the lock."""
+"""Files of run folders: lines of metrics, the log, and places that can be written to. `store` writes them."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,36 +124,6 @@ def _finite_or_none(value: float) -> float | None:
     return None
 
 
-def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
-    """Write a file atomically; an `OSError` or an interrupt leaves nothing behind."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    try:
-        try:
-            for chunk in chunks:
-                view = memoryview(chunk)
-                while view:
-                    view = view[os.write(descriptor, view) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, path)  # noqa: PTH105 - one spelling for all steps of the write
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable: it is stored in the folder, not in the file."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def check_place(path: Path, option: str) -> None:
     """Raise an error if a folder could not be created or written to, before work starts; nothing is created."""
     existing = path
@@ -189,36 +157,6 @@ def make_folder(path: Path, option: str) -> None:
         ) from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file by this text atomically."""
-    try:
-        write_atomic(path, [text.encode()])
-    except OSError as error:
-        raise _not_written(path, error) from error
-
-
-def _not_written(path: Path, error: OSError) -> FedgraftError:
-    """Return the error for a file that could not be written."""
-    return FedgraftError(
-        "E-CORE-WRITE",
-        f"{path} could not be written ({error.strerror})",
-        "make room or allow it",
-        path=str(path),
-    )
-
-
-def write_cache_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file atomically into a cache that several processes share; `write(path)` creates it."""
-    temporary = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise _not_written(path, error) from error
-
-
 def repair(path: Path) -> None:
     """Remove an incomplete last line, so that the next one does not continue it."""
     if not path.is_file():
@@ -226,25 +164,3 @@ def repair(path: Path) -> None:
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def take_lock(descriptor: int) -> bool:
-    """Take the lock and return whether it succeeded; it is tried for a second, because readers take it briefly."""
-    for _ in range(20):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def is_locked(path: Path) -> bool:
-    """Return whether a process has the lock."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from fedgraft.core.declared import PACKAGE, defines, first_line, functions_in, options_of
+from fedgraft.core.declared import PACKAGE, declared_options, defines, first_line, functions_in
 from fedgraft.core.errors import FedgraftError
 
 _loaded = False
@@ -97,7 +97,7 @@ def listed_algorithms() -> dict[str, tuple[str, list[str]]]:
     load_plugins()
     listed = {}
     for name, file in algorithm_files().items():
-        options = [option.name for option in options_of(file, name) if option.name not in GIVEN]
+        options = [option.name for option in declared_options(file, name) if option.name not in GIVEN]
         listed[name] = (first_line(file, name), options)
     for name, make in ALGORITHMS.items():
         if name not in listed:

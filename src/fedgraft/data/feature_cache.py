@@ -10,9 +10,7 @@ the same rows they agree within 1e-6 of the activations' scale; over a batch of 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +26,7 @@ from fedgraft.core.network_digest import digest, sums
 from fedgraft.core.progress import EXTRACTION, phase
 from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
+from fedgraft.core.store import digest_of_chunks, write_cached
 from fedgraft.data.examples import ImageExamples, check_rows
 from fedgraft.data.feature_table import FeatureTable
 from fedgraft.data.pixels.augment import draw_flips
@@ -129,10 +128,7 @@ class CachedExamples:
         with suppress(OSError, ValueError, TypeError):
             return tuple(int(size) for size in json.loads(path.read_text()))
         sizes = same_bits(self.network, self.entry, shape)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps(sizes))
-        new.replace(path)
+        write_cached(path, [json.dumps(sizes).encode()])
         return sizes
 
     @property
@@ -253,4 +249,4 @@ class CachedExamples:
 
 def _hash(data: bytes) -> str:
     """Return a digest of bytes."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return digest_of_chunks([data])

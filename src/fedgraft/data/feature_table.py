@@ -7,12 +7,10 @@ is memory-mapped; a large one is read row by row, so that no process has all of 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.store import locked
 
 MAPPED = 1 << 28
 """Tables of up to this many bytes are memory-mapped; of larger ones only the requested rows come into memory."""
@@ -45,7 +44,7 @@ class FeatureTable:
         folder.mkdir(parents=True, exist_ok=True)
         meta = json.dumps({"views": views, "count": count, "shape": list(shape), "marks": "rows"})
         sizes = {"features.bin": self._row_bytes * views * count, "marks.bin": 8 * views * count}
-        with self._lock():
+        with locked(self.folder / "lock"):
             if not self._is_intact(meta, sizes):
                 self._create(meta, sizes)
             # Written through the file, never through a map: a full disk is then an error and not a dead process.
@@ -59,13 +58,6 @@ class FeatureTable:
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a worker process that is no fork open the same files."""
         return FeatureTable, (self.folder, self.views, self.count, self.shape)
-
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Exclude other writers."""
-        with (self.folder / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def _is_intact(self, meta: str, sizes: dict[str, int]) -> bool:
         """Return whether the folder holds this table; warn if it holds a damaged one."""
@@ -112,7 +104,7 @@ class FeatureTable:
     def write(self, places: np.ndarray, values: np.ndarray) -> None:
         """Store rows: the values first, then the marks that vouch for them."""
         values = np.ascontiguousarray(values, dtype=np.float32)
-        with self._lock():
+        with locked(self.folder / "lock"):
             self._marks[places] = 0
             try:
                 for start, stop in _runs(places):

@@ -19,8 +19,8 @@ from torch import Tensor
 from fedgraft.algorithms.algorithm import has_one_model
 from fedgraft.config.load import Config, from_folder, validate
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_text
 from fedgraft.core.state import ServerState, from_tensors
+from fedgraft.core.store import write_text
 from fedgraft.deploy.deployed import wait_for_clients
 from fedgraft.metrics import scores
 from fedgraft.report.values import cell
@@ -163,7 +163,7 @@ def weights_as_vector(opened: OpenRun, model: Predictor) -> Tensor:
     return space.gather(model.network)
 
 
-def markdown_table(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def evaluation_table(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Return the lines of a Markdown table of an evaluation: a row for each site and one for all of them together."""
     metrics = [name for name in result["metrics"] if name in result["pooled"]]
     header = ["site", *(name.replace("_", " ") for name in metrics)]

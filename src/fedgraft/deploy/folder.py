@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_text
+from fedgraft.core.store import write_text
 from fedgraft.deploy.app import write_app
 from fedgraft.deploy.keys import make_certificates, public_key_line
 

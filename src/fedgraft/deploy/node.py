@@ -26,7 +26,7 @@ from fedgraft.client.actions import ACTIONS
 from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle_or_refuse
 from fedgraft.client.policy import Policy
-from fedgraft.config.agreement import rules_of
+from fedgraft.config.agreement import policies_of
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config
 from fedgraft.core.client_memory import ClientMemory, never_goes_back
@@ -206,7 +206,7 @@ def agreed_policies(config: Config, owner: Policy | None, task: str = "") -> tup
     """
     algorithm = build_algorithm(config)
     if not task:
-        first, *others = rules_of(config, algorithm, owner)
+        first, *others = policies_of(config, algorithm, owner)
         return (replace(first, rounds=config.rounds.total), *others)
     owner_allows = owner is not None and "evaluate" in owner.actions
     if algorithm.privacy.answers_only_accounted and not owner_allows:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fedgraft.client.policy import Policy, parse
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_atomic
 from fedgraft.core.messages import BadMessage, Request, as_bytes, pack, unpack
+from fedgraft.core.store import write_atomic
 from fedgraft.deploy import audit
 from fedgraft.deploy.keys import node_identity, short_identity
 from fedgraft.deploy.process import NODE_STATE_VARIABLE

@@ -24,8 +24,8 @@ from fedgraft.consortium.preflight import MINIMUM, shared_images, site_facts
 from fedgraft.consortium.site_faults import FAULTS
 from fedgraft.core.client_memory import LEDGER
 from fedgraft.core.errors import FedgraftError, Refused
-from fedgraft.core.files import write_text
 from fedgraft.core.messages import Request, as_bytes
+from fedgraft.core.store import write_text
 from fedgraft.data.sources import Dataset
 from fedgraft.data.sources.class_map import renamed
 from fedgraft.deploy.deployed import load_own, parse_config

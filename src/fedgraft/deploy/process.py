@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_text
+from fedgraft.core.store import write_text
 
 PROC = Path("/proc")
 _GRACE = 10.0  # seconds that a process has to end by itself

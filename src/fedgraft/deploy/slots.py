@@ -15,8 +15,8 @@ from pathlib import Path
 
 from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_atomic
 from fedgraft.core.messages import BadMessage, Request, unpack
+from fedgraft.core.store import write_atomic
 from fedgraft.data.pixels.store import cache_dir
 from fedgraft.engines.flower.node_link import WorkerRequest
 

@@ -7,7 +7,6 @@ digest covers every byte of the file, so a single flipped bit is refused. Nothin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.space import EditSpace, Part
+from fedgraft.core.store import digest_of_chunks, write_bytes
 from fedgraft.edit.task_vectors import Edit
 
 FORMAT = "fedgraft-edit-1"
@@ -81,9 +81,7 @@ def loads(data: bytes, where: str = "the edit") -> Edit:
 def save_edit(edit: Edit, path: Path, half: bool = False) -> int:
     """Write the edit to a file atomically and return the number of bytes."""
     data = dumps(edit, half)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    partial.replace(path)
+    write_bytes(path, data)
     return len(data)
 
 
@@ -114,7 +112,7 @@ def _seal_at(data: bytes, where: str = "the edit") -> tuple[int, int]:
 
 def _seal(unsealed: bytes) -> str:
     """Return the digest of the file with a blank seal."""
-    return hashlib.blake2b(unsealed, digest_size=32).hexdigest()
+    return digest_of_chunks([unsealed], size=32)
 
 
 def _as_half(values: Tensor) -> tuple[Tensor, int]:

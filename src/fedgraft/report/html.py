@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgraft.core.files import json_ready, write_atomic
+from fedgraft.core.files import json_ready
+from fedgraft.core.store import write_atomic
 from fedgraft.report.values import NONE, format_value
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}

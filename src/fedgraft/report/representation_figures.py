@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedgraft.config.load import Config
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_atomic
+from fedgraft.core.store import write_atomic
 
 if TYPE_CHECKING:  # a page that shows no matrix needs no torch
     from torch import Tensor

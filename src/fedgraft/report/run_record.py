@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import is_locked, read_metrics
+from fedgraft.core.files import read_metrics
 from fedgraft.core.progress import describe_facts
+from fedgraft.core.store import is_locked
 from fedgraft.report.values import seconds_of, total_of
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class RunInfo:
     name: str
     path: Path
     status: str
-    """`running`, `finished`, `interrupted` or `failed`."""
+    """`running`, `finished`, `stopped`, `interrupted` or `failed`."""
     round: int | None
     best: float | None
     """Best validation accuracy so far."""
@@ -78,7 +79,7 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """`running`, `finished`, `interrupted` or `failed`; a run that was killed counts as interrupted."""
+        """`running`, `finished`, `stopped` (by a callback), `interrupted` (also if it was killed) or `failed`."""
         status = str(self._read_json("run.json").get("status", "interrupted"))
         if status == "running" and not is_locked(self.path / ".lock"):
             return "interrupted"
@@ -86,7 +87,7 @@ class RunRecord:
 
     @property
     def reason(self) -> str:
-        """Why a failed run failed."""
+        """Why a run failed or was stopped; empty otherwise."""
         return str(self._read_json("run.json").get("reason", ""))
 
     def metrics(self) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from fedgraft.report.values import accuracy, clock, metric, percent, seconds_of,
 Lines = Sequence[Mapping[str, Any]]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille cell: left and right column, downwards
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_COLOURS = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red"}
+_COLOURS = {"running": "cyan", "finished": "green", "interrupted": "yellow", "stopped": "yellow", "failed": "red"}
 _CURVES = (
     ("accuracy", "validation %", "green", 100.0),
     ("loss", "validation loss", "magenta", 1.0),
@@ -194,12 +194,12 @@ def _traffic(lines: Lines) -> RenderableType | None:
 
 
 def _ending(run: RunRecord, status: str) -> RenderableType | None:
-    """Return the result of a finished run, the reason of a failed one, or how to resume an interrupted one."""
+    """Return the result of a finished run, the reason of a failed one, or how to continue another one."""
     if status == "finished":
         return _final_result(run.summary())
     if status == "failed":
         return _row("failed", run.reason)
-    if status == "interrupted":
+    if status in {"interrupted", "stopped"}:
         return _row("continue with", f"fedgraft resume {run.path}")
     return None
 

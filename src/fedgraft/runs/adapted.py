@@ -1,4 +1,4 @@
-"""The adapted model of a finished (or interrupted) run, opened again with or without the data it was trained on."""
+"""The adapted model of a finished or interrupted run, opened again with or without the data it was trained on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fedgraft.config.build import build_network
 from fedgraft.config.load import from_folder
+from fedgraft.config.options import Config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.examples import FeatureExamples
-from fedgraft.edit.lora import adapter_layers as adapters
-from fedgraft.edit.lora import merge_lora
+from fedgraft.edit.lora import adapter_layers, merge_lora
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs import checkpoint
 from fedgraft.runs.checkpoint import Checkpoint
@@ -29,17 +29,17 @@ from fedgraft.runs.setup import RunSetup, setup_of
 
 @dataclass(frozen=True)
 class Adapted:
-    """A run's parts with its best model (by validation) in the network; `last` is the model of its last round."""
+    """A run's setup with its best model (by validation) in the network; `last` is the model of its last round."""
 
     setup: RunSetup
     opened: OpenRun
     last: Tensor
-    made: Callable[[], VisionNetwork] | None = None
-    """Makes the network anew, where the config cannot."""
+    make_network: Callable[[], VisionNetwork] | None = None
+    """Makes the network anew where the config cannot."""
 
     @property
     def network(self) -> VisionNetwork:
-        """The network, adapted."""
+        """The adapted network."""
         return self.setup.task.network
 
     @property
@@ -48,56 +48,81 @@ class Adapted:
         return self.setup.task.data.dataset.classes
 
     def base(self) -> VisionNetwork:
-        """The plain network the run began with: its backbone and the head it started from."""
-        network = build_network(self.setup.config, self.setup.task.data.dataset) if self.made is None else self.made()
+        """Return the plain network the run began with: its backbone and the head it started from."""
+        if self.make_network is None:
+            network = build_network(self.setup.config, self.setup.task.data.dataset)
+        else:
+            network = self.make_network()
         install(network, self.opened.head)
         return network
 
     def plain(self) -> VisionNetwork:
-        """A copy of the network with low-rank factors, where there are some, merged into the weights."""
+        """Return a copy of the adapted network with low-rank factors merged into the weights."""
         network = copy.deepcopy(self.network)
-        if adapters(network):
+        if adapter_layers(network):
             merge_lora(network)
         return network
 
 
 def adapted(folder: Path | str, data: bool = True) -> Adapted:
-    """What a run's folder holds, opened again; without `data` its images need not be there any more."""
+    """Open the model of a run folder again; without `data` the run's images need not exist any more."""
     folder = Path(folder)
     record = RunFolder.open(folder)
-    found = checkpoint.load_latest(record.checkpoints, record.config_digest)
-    if found is None:
+    latest = checkpoint.load_latest(record.checkpoints, record.config_digest)
+    if latest is None:
         raise FedgraftError(
-            f"{folder} has no good checkpoint; let it run, or make it again to the same bytes: fedgraft resume {folder}"
+            "E-RUN-NO-CHECKPOINT",
+            f"{folder} has no good checkpoint",
+            f"let it run, or make it again to the same bytes: fedgraft resume {folder}",
+            path=str(folder),
         )
     config = from_folder(folder)
     if config.digest != record.config_digest:
-        if record.config_digest.startswith("objects-"):
-            raise FedgraftError(
-                f"{folder} was made from Python objects, which its config does not hold; run the same script again, "
-                "which computes nothing anew, and use its result (result.predict, result.save_pretrained)."
-            )
-        raise FedgraftError(f"{folder / 'config.toml'} was changed since the run began; restore it, or run it anew")
-    given = config.model.name == "features"  # then the width of the network is the data's to say
-    if found.meta.get("elsewhere") or not (data or given):
-        config = config.model_copy(update={"trainable": config.trainable.model_copy(update={"match_norm": None})})
-        none = FeatureExamples(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0)
-        return reopened(
-            setup_of(config, absent_data(config, found.meta["classes"]), for_training=False), found, None, none
+        raise _other_config(folder, record.config_digest)
+    is_on_features = config.model.name == "features"  # then the width of the network comes from the data
+    needs_data = data or is_on_features
+    if latest.meta.get("elsewhere") or not needs_data:
+        return _without_data(config, latest)
+    return reopened(setup_of(config, for_training=False), latest)
+
+
+def _other_config(folder: Path, config_digest: str) -> FedgraftError:
+    """Return the error for a folder whose config.toml is not the config of its run."""
+    if config_digest.startswith("objects-"):
+        return FedgraftError(
+            "E-RUN-FROM-OBJECTS",
+            f"{folder} was made from Python objects, which its config does not hold",
+            "run the same script again, which computes nothing anew, and use its result (result.predict, "
+            "result.save_pretrained)",
+            path=str(folder),
         )
-    return reopened(setup_of(config, for_training=False), found)
+    return FedgraftError(
+        "E-RUN-CONFIG-CHANGED",
+        f"{folder / 'config.toml'} was changed since the run began",
+        "restore it, or run it anew",
+        path=str(folder),
+    )
+
+
+def _without_data(config: Config, latest: Checkpoint) -> Adapted:
+    """Open the model of a checkpoint where the data is missing: the checkpoint names its classes."""
+    trainable = config.trainable.model_copy(update={"match_norm": None})  # which would measure gradients
+    config = config.model_copy(update={"trainable": trainable})
+    empty_probe = FeatureExamples(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0)
+    setup = setup_of(config, absent_data(config, latest.meta["classes"]), for_training=False)
+    return reopened(setup, latest, probe=empty_probe)
 
 
 def reopened(
     setup: RunSetup,
-    found: Checkpoint,
+    saved: Checkpoint,
     opened: OpenRun | None = None,
     probe: FeatureExamples | None = None,
-    made: Callable[[], VisionNetwork] | None = None,
+    make_network: Callable[[], VisionNetwork] | None = None,
 ) -> Adapted:
-    """A job with the model of a checkpoint in its network; its edit space is opened unless it is open already."""
+    """Return a setup with the model of a checkpoint in its network; its edit space is opened unless `opened` is."""
     if opened is None:
-        install(setup.task.network, found.tensors["head"])
-        opened = open_run(setup, None, saved_edit(found.tensors), probe)
-    opened.context.load_model(found.tensors.get("best/vector", found.tensors["vector"]))
-    return Adapted(setup, opened, found.tensors["vector"], made)
+        install(setup.task.network, saved.tensors["head"])
+        opened = open_run(setup, None, saved_edit(saved.tensors), probe)
+    opened.context.load_model(saved.tensors.get("best/vector", saved.tensors["vector"]))
+    return Adapted(setup, opened, saved.tensors["vector"], make_network)

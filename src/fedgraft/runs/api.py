@@ -1,7 +1,7 @@
-"""The library's front: objects in, objects out. `run(algorithm, model, clients, rounds=20)` gives a `Result`.
+"""The library's interface: objects in, objects out. `run(algorithm, model, clients, rounds=20)` returns a `Result`.
 
-The same rounds, checkpoints and report as the command line; what a config would say besides the three objects are
-keyword arguments, and further options by their config names (`**options`).
+The same rounds, checkpoints and report as on the command line. The common options of a config are keyword arguments,
+the others go by their config names (`**options`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +28,7 @@ from fedgraft.core.code_identity import digest_of
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.network_digest import digest
 from fedgraft.data.federated import FederatedData
-from fedgraft.data.partition import given
+from fedgraft.data.partition import given as partition_of_datasets
 from fedgraft.data.sources import Dataset
 from fedgraft.models import original
 from fedgraft.models.network import VisionNetwork
@@ -39,7 +39,7 @@ from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.deliver import deliver
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.loop import run_setup
-from fedgraft.runs.predict import Measured, Prediction, Predictor, files_of
+from fedgraft.runs.predict import ModelMetrics, Prediction, Predictor, files_of
 from fedgraft.runs.setup import (
     Circumstances,
     RunParts,
@@ -56,27 +56,27 @@ log = logging.getLogger("fedgraft")
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: its numbers, its rounds, its folder, and the adapted model."""
+    """A finished or stopped run: its numbers, its rounds, its folder, and the adapted model."""
 
     summary: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     folder: Path
-    found: Adapted
+    adapted: Adapted
 
     @property
     def network(self) -> VisionNetwork:
         """The adapted network (the best model by validation)."""
-        return self.found.network
+        return self.adapted.network
 
     @property
     def task(self) -> Task:
-        """What was learned: network, data and the transform between them."""
-        return self.found.setup.task
+        """The learning task: network, data and the transform between them."""
+        return self.adapted.setup.task
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the outputs."""
-        return self.found.classes
+        return self.adapted.classes
 
     @property
     def accuracy(self) -> float:
@@ -89,51 +89,68 @@ class Result:
         return Predictor(self.network, self.classes, self.task.transform)
 
     def predict(self, images: str | Path | Iterable[str | Path]) -> list[Prediction]:
-        """Labels and scores for files, folders or patterns such as "new/*.png"."""
+        """Return labels and scores for files, folders or patterns such as "new/*.png"."""
         return self.predictor(files_of(images))
 
-    def evaluate(self, data: Dataset | str | Path | None = None) -> Measured:
-        """The delivered model on labelled images; on the test images again where none are given."""
-        return self.predictor.measure(self.task.test_images) if data is None else self.predictor.evaluate(data)
+    def evaluate(self, data: Dataset | str | Path | None = None) -> ModelMetrics:
+        """Return the metrics of the delivered model on labelled images, by default on the test images."""
+        if data is None:
+            return self.predictor.measure(self.task.test_images)
+        return self.predictor.evaluate(data)
 
     def save_pretrained(self, folder: str | Path, kind: str = "merged") -> Path:
-        """A folder that `transformers` loads, with the preprocessing that was trained; or an "adapter" or "edit"."""
-        return deliver(self.found, self.summary, folder, kind, self.folder.resolve().name)
+        """Write a folder that `transformers` loads, with the preprocessing of training; or an "adapter" or "edit"."""
+        return deliver(self.adapted, self.summary, folder, kind, self.folder.resolve().name)
 
     def module(self) -> nn.Module:
-        """The module that was given to `fg.module`, with the adapted weights."""
+        """Return the module that was passed to `fg.module`, with the adapted weights."""
         return original(self.network)
 
     @property
     def report(self) -> Path:
-        """The report, one page that needs nothing else."""
+        """The path of the report, one page that needs no other file."""
         return self.folder / "report.html"
 
     def curve(self) -> list[tuple[int, float]]:
-        """(round, validation accuracy), round 0 included."""
-        return [(int(line["round"]), float(line["accuracy"])) for line in self.metrics if "accuracy" in line]
+        """Return (round, validation accuracy) of each evaluated round, round 0 included."""
+        points = []
+        for line in self.metrics:
+            if "accuracy" in line:
+                points.append((int(line["round"]), float(line["accuracy"])))
+        return points
 
     def __repr__(self) -> str:
-        start = self.curve()[0][1] if self.curve() else float("nan")
-        best, up = self.summary["validation"]["accuracy"], self.summary["bytes_up"] / 1e6
-        test = f", test {100 * self.accuracy:.1f} %" if "test" in self.summary else ""
-        return "\n".join(
-            [
-                *(f"{name}: {text}" for name, text in protection_rows(self.summary.get("privacy") or {}).items()),
-                *([self.summary["note"]] if "note" in self.summary else []),
-                f"Result({self.summary['rounds']} rounds, best after round {self.summary['best_round']})",
-                f"  validation {100 * start:.1f} % -> {100 * best:.1f} %{test}",
-                f"  {self.summary['edited']['coordinates']:,} of {self.summary['edited']['of']:,} weights trained, "
-                f"{up:.1f} MB up, {self.summary['bytes_down'] / 1e6:.1f} MB down, {self.summary['seconds']:.0f} s",
-                f"  folder {self.folder}",
-            ]
-        )
+        summary = self.summary
+        curve = self.curve()
+        start = float("nan")
+        if curve:
+            start = curve[0][1]
+        best = summary["validation"]["accuracy"]
+        test = ""
+        if "test" in summary:
+            test = f", test {100 * self.accuracy:.1f} %"
+        megabytes_up = summary["bytes_up"] / 1e6
+        megabytes_down = summary["bytes_down"] / 1e6
+        lines = [f"{name}: {text}" for name, text in protection_rows(summary.get("privacy") or {}).items()]
+        if "note" in summary:
+            lines.append(summary["note"])
+        if "stopped" in summary:
+            lines.append(f"stopped by {summary['stopped']}")
+        lines += [
+            f"Result({summary['rounds']} rounds, best after round {summary['best_round']})",
+            f"  validation {100 * start:.1f} % -> {100 * best:.1f} %{test}",
+            f"  {summary['edited']['coordinates']:,} of {summary['edited']['of']:,} weights trained, "
+            f"{megabytes_up:.1f} MB up, {megabytes_down:.1f} MB down, {summary['seconds']:.0f} s",
+            f"  folder {self.folder}",
+        ]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><td>{n}</td><td>{100 * value:.1f} %</td></tr>" for n, value in self.curve())
+        rows = ["<tr><th>round</th><th>validation</th></tr>"]
+        for round_number, accuracy in self.curve():
+            rows.append(f"<tr><td>{round_number}</td><td>{100 * accuracy:.1f} %</td></tr>")
         text = "<br>".join(repr(self).splitlines())
-        head = "<tr><th>round</th><th>validation</th></tr>"
-        return f"{text}<details open><summary>curve</summary><table>{head}{rows}</table></details>"
+        return f"{text}<details open><summary>curve</summary><table>{''.join(rows)}</table></details>"
 
 
 def run(
@@ -155,38 +172,48 @@ def run(
 
     `rounds_={"fraction": 0.5}`, `model_={"head": "probe"}`, `personal={...}`, `data={"resize": "squash"}`.
 
-    `model` is what `fg.model` gives or takes, and is left as it is; a head for the classes is made unless its own
-    fits. `clients` may be a list of datasets, one for each client. Instead of all three give what `fg.load` gave.
+    `model` is what `fg.model` returns or accepts, and is not changed; a head for the classes is made unless its own
+    fits. `clients` may be a list of datasets, one for each client. Instead of all three pass what `fg.load` returned.
 
-    Without a folder the run lives in a temporary one, whose path the result names. With one, an interrupted run
-    goes on where it stopped, and a finished one is not run again.
+    Without a folder the run is written to a temporary one, whose path is in the result. With one, an interrupted or
+    stopped run is continued, and a finished one is not run again. `callbacks` follow the run and may stop it.
     """
     if isinstance(algorithm, RunParts):
-        parts, made = algorithm, None
-        place = Path(folder) if folder is not None else Path("runs") / f"{parts.config.name}-{parts.config.digest}"
-    else:
-        data = _clients(clients)
-        network = fedgraft.models.model(source_for_data(model, data.dataset), seed=seed)
-        config = _config(algorithm, data, rounds, seed, engine, workers, options)
-        config = with_closed_form_head(config, algorithm)
-        made = lambda: network.with_head(data.classes, seed)  # noqa: E731
-        fitted = network if network.classes == data.classes else made()
-        parts = _parts(algorithm, fitted, data, config, augment)
-        place = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="fedgraft-")) / "run"
-    return _finished(parts, place, progress, callbacks, made)
+        parts = algorithm
+        default_folder = Path("runs") / f"{parts.config.name}-{parts.config.digest}"
+        return _run_parts(parts, Path(folder or default_folder), progress, callbacks, None)
+    data = _clients(clients)
+    network = fedgraft.models.model(source_for_data(model, data.dataset), seed=seed)
+    config = _config(algorithm, data, rounds, seed, engine, workers, options)
+    config = with_closed_form_head(config, algorithm)
+
+    def make_network() -> VisionNetwork:
+        """Return the network as the run begins with it."""
+        return network.with_head(data.classes, seed)
+
+    fitted = network
+    if network.classes != data.classes:
+        fitted = make_network()
+    parts = _parts(algorithm, fitted, data, config, augment)
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="fedgraft-")) / "run"
+    return _run_parts(parts, Path(folder), progress, callbacks, make_network)
 
 
 def _clients(clients: FederatedData | Sequence[Any] | None) -> FederatedData:
+    """Return the data by client; raise an error for data that is not divided."""
     if isinstance(clients, FederatedData):
         return clients
     if isinstance(clients, list | tuple) and clients:
-        return given(clients)
-    way = (
-        "by_site(data)" if isinstance(clients, Dataset) and clients.train.sites is not None else "iid(data, clients=8)"
-    )
+        return partition_of_datasets(clients)
+    example = "iid(data, clients=8)"
+    if isinstance(clients, Dataset) and clients.train.sites is not None:
+        example = "by_site(data)"
     raise FedgraftError(
-        f"a {type(clients).__name__} does not say who holds what: divide the data first, for example "
-        f"fg.partition.{way}, or give a list of datasets, one for each client."
+        "E-RUN-UNDIVIDED-DATA",
+        f"a {type(clients).__name__} does not say who holds what",
+        f"divide the data first, for example fg.partition.{example}, or give a list of datasets, one for each client",
+        type=type(clients).__name__,
     )
 
 
@@ -194,7 +221,7 @@ def _parts(
     algorithm: Algorithm, network: VisionNetwork, data: FederatedData, config: Config, augment: Sequence[str]
 ) -> RunParts:
     """Return the parts of a run from objects; its identity covers all of them."""
-    network = copy.deepcopy(network).to(device_named(config.device))  # what is given stays as it is
+    network = copy.deepcopy(network).to(device_named(config.device))  # the caller's network is not changed
     algorithm.trainable.check(network)
     transform = transform_for(network, config, augment)
     identity = "objects-" + digest_of(config.digest, digest(network), *data.identity, transform.digest, algorithm)
@@ -202,35 +229,54 @@ def _parts(
     return RunParts(config, algorithm, task, identity, from_objects=True)
 
 
-def _finished(
+def _run_parts(
     parts: RunParts,
     folder: Path,
     progress: Progress | None,
     callbacks: Sequence[Callback],
-    made: Callable[[], VisionNetwork] | None,
+    make_network: Callable[[], VisionNetwork] | None,
 ) -> Result:
-    with nullcontext(progress) if progress is not None else LiveProgress(rich.get_console()) as shown:
-        config = parts.config
+    """Run these parts in a folder and return the result; without `progress` it is displayed on the terminal."""
+    config = parts.config
+    display: AbstractContextManager[Progress] = LiveProgress(rich.get_console())
+    if progress is not None:
+        display = nullcontext(progress)
+    opened = None
+    setup = None
+    with display as shown_progress:
         if config.engine in LAUNCHERS:
-            summary = _launch(config, folder, shown)
-            done = None
+            if callbacks:
+                raise FedgraftError(
+                    "E-RUN-CALLBACKS-ELSEWHERE",
+                    f"engine={config.engine!r} runs in other processes, where callbacks cannot be called",
+                    "leave them out, or choose another engine",
+                    engine=config.engine,
+                )
+            summary = _launch(config, folder, shown_progress)
         else:
 
             def build(secret: bytes) -> tuple[RunSetup, None]:
+                """Return the setup with the run's secret."""
                 return RunSetup.build(parts, Circumstances(secret=secret)), None
 
             console = progress is None
-            summary, done = run_setup(build, folder, parts.identity, to_toml(config), shown, console, callbacks)
+            summary, computed = run_setup(
+                build, folder, parts.identity, to_toml(config), shown_progress, console, callbacks
+            )
+            if computed is not None:
+                setup, opened, _ = computed
     record = RunFolder.open(folder)
-    found = checkpoint.load_latest(record.checkpoints, parts.identity)
-    if found is None:
-        raise FedgraftError(f"{folder} says that it is finished, and has no good checkpoint; run it anew.")
-    if done is None:
+    latest = checkpoint.load_latest(record.checkpoints, parts.identity)
+    if latest is None:
+        raise FedgraftError(
+            "E-RUN-NO-CHECKPOINT",
+            f"{folder} is recorded as finished, and has no good checkpoint",
+            "run it anew",
+            path=str(folder),
+        )
+    if setup is None:
         setup = RunSetup.build(parts, Circumstances(for_training=False))
-        opened = None
-    else:
-        setup, opened, _ = done
-    return Result(summary, record.metrics(), folder, reopened(setup, found, opened, made=made))
+    return Result(summary, record.metrics(), folder, reopened(setup, latest, opened, make_network=make_network))
 
 
 LAUNCHERS = {"flower-sim": "fedgraft.deploy.flower_apps:run_simulation"}
@@ -246,7 +292,7 @@ def _launch(config: Config, folder: Path, progress: Progress) -> dict[str, Any]:
 
 
 def load_parts(path: str | Path, overrides: Sequence[str] = ()) -> RunParts:
-    """The objects that a config file names: `.algorithm`, `.model`, `.clients`; `fg.run` runs them as they are."""
+    """Return the objects that a config file names: `.algorithm`, `.model`, `.clients`; `fg.run` accepts them."""
     return parts_from_config(load(Path(path), list(overrides)))
 
 
@@ -259,9 +305,13 @@ def _config(
     workers: int,
     options: Mapping[str, Any],
 ) -> Config:
-    """The options of a run as a config; the three objects stand beside it."""
-    given = {"lr": algorithm.local.lr, "batch_size": algorithm.local.batch_size}
-    local = {key: value for key, value in given.items() if value is not None}
+    """Return the config of a run from objects; the three objects themselves are not in it."""
+    tables = _tables(options)
+    local = {}
+    if algorithm.local.lr is not None:
+        local["lr"] = algorithm.local.lr
+    if algorithm.local.batch_size is not None:
+        local["batch_size"] = algorithm.local.batch_size
     base = {
         "seed": seed,
         "engine": engine,
@@ -270,36 +320,63 @@ def _config(
         "partition": {"clients": clients.clients},
         "rounds": {"total": rounds},
     }
-    tables = {key.removesuffix("_"): dict(v) if isinstance(v, Mapping) else v for key, v in options.items()}
-    for name in ("algorithm", "trainable", "local", "loss", "compression", "privacy", "partition"):
-        if name in tables:
-            raise FedgraftError(
-                f"the option {name!r} is the algorithm's or the data's to say: give it to the object, for example "
-                "fg.secure(algorithm) or fg.fedavg(trainable=...)."
-            )
-    if (dp := algorithm.privacy.noise) is not None:  # the account reads the config
-        told = {"noise": dp.mechanism.noise, "clip": dp.clip, "adaptive": dp.adaptive is not None, "secret": dp.bound}
-        sampled = {"sampling": "poisson", "fraction": dp.mechanism.probability}
-        base = merge(base, {"privacy": {"dp": told}, "rounds": sampled})
+    dp = algorithm.privacy.noise
+    if dp is not None:  # the account reads the config
+        noise = {"noise": dp.mechanism.noise, "clip": dp.clip, "adaptive": dp.adaptive is not None, "secret": dp.bound}
+        sampling = {"sampling": "poisson", "fraction": dp.mechanism.probability}
+        base = merge(base, {"privacy": {"dp": noise}, "rounds": sampling})
     config = validate(merge(base, tables))
     if dp is not None:
         check_private(config, algorithm)
-    for table, (own, instead) in _OBJECTS.items():
-        if strange := sorted(set(tables.get(table, {})) - own):
-            raise FedgraftError(f"{table}.{strange[0]} is {instead}.")
+    for table, allowed in OPTIONS_BESIDE_OBJECTS.items():
+        _check_options(table, tables.get(table, {}), allowed)
     if engine == "flower-sim":
         raise FedgraftError(
-            "engine='flower-sim' builds everything anew in other processes, which objects cannot be: put the run in a "
-            "config file, then fg.run(fg.load('mine.toml', ['engine=flower-sim']))."
+            "E-RUN-OBJECTS-ELSEWHERE",
+            "engine='flower-sim' builds everything anew in other processes, which objects cannot be",
+            "put the run in a config file, then fg.run(fg.load('mine.toml', ['engine=flower-sim']))",
         )
     return config
 
 
-_OBJECTS = {
-    "data": (
-        {"resize", "normalise", "cache_features", "grey_window"},
-        "the data's or the model's to say: give it to fg.data..., fg.partition... or fg.model(..., image_size=112)",
-    ),
-    "model": ({"head", "ridge", "probe_steps"}, "the model's to say: give it to fg.model(...)"),
+OF_OBJECTS = ("algorithm", "trainable", "local", "loss", "compression", "privacy", "partition")
+"""Tables of a config that the algorithm and the data decide."""
+OPTIONS_BESIDE_OBJECTS: Mapping[str, frozenset[str]] = {
+    "data": frozenset({"resize", "normalise", "cache_features", "grey_window"}),
+    "model": frozenset({"head", "ridge", "probe_steps"}),
 }
-"""Options that may be said beside objects, and who says the others."""
+"""Options of the other tables that objects leave open."""
+_WHERE_INSTEAD = {
+    "data": "fg.data..., fg.partition... or fg.model(..., image_size=112)",
+    "model": "fg.model(...)",
+}
+
+
+def _tables(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword options as tables of a config; refuse those that the objects decide."""
+    tables: dict[str, Any] = {}
+    for key, value in options.items():
+        name = key.removesuffix("_")
+        if name in OF_OBJECTS:
+            raise FedgraftError(
+                "E-RUN-OPTION-OF-OBJECT",
+                f"the option {name!r} is decided by the algorithm or the data",
+                "give it to the object, for example fg.secure(algorithm) or fg.fedavg(trainable=...)",
+                option=name,
+            )
+        if isinstance(value, Mapping):
+            value = dict(value)
+        tables[name] = value
+    return tables
+
+
+def _check_options(table: str, options: Mapping[str, Any], allowed: frozenset[str]) -> None:
+    """Refuse options of a table that the objects decide."""
+    decided = sorted(set(options) - allowed)
+    if decided:
+        raise FedgraftError(
+            "E-RUN-OPTION-OF-OBJECT",
+            f"{table}.{decided[0]} is decided by the objects",
+            f"give it to {_WHERE_INSTEAD[table]}",
+            option=f"{table}.{decided[0]}",
+        )

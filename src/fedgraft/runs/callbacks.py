@@ -1,24 +1,122 @@
-"""Somebody else's code during a run: derive from `Callback` and override what you want to hear of."""
+"""Callbacks: code that follows a run and may stop it. Trackers, patience and checkpoints are callbacks too.
+
+Derive from `Callback` and override the events you need; `fg.run(..., callbacks=[...])` takes them. The loop calls every
+callback at every event, in this order: the config's trackers, the progress display, yours, then what saves and stops.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedgraft.config.build import budget
 from fedgraft.core.state import ServerState
 
 if TYPE_CHECKING:
+    from fedgraft.runs.open_run import OpenRun
+    from fedgraft.runs.saving import Best
     from fedgraft.runs.setup import RunSetup
+
+log = logging.getLogger("fedgraft")
+
+
+@dataclass(frozen=True)
+class StopRun:
+    """Returned by a callback to end the run after the present round.
+
+    The best model so far is tested and delivered as at the end of any run, and `run.json` says who stopped it and why.
+    """
+
+    reason: str
+    final: bool = False
+    """Whether the run is finished by it. Else its status is `stopped`, and running it again continues it."""
 
 
 class Callback:
-    """Called during a run; what it does cannot change the result, because states are never changed in place."""
+    """Called at the events of a run. It cannot change the result but by stopping: states are never changed in place."""
 
-    def on_start(self, setup: RunSetup, state: ServerState) -> None:
-        """Before the first round of this process."""
+    def on_run_start(self, setup: RunSetup, folder: Path, last_round: int) -> None:
+        """Called before anything is computed; `last_round` is the round of the checkpoint it resumes from, or 0."""
 
-    def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> None:
-        """After each round, with its line of metrics.jsonl and the state."""
+    def on_initial_evaluation(self, line: Mapping[str, Any], state: ServerState) -> None:
+        """Called once in a run, when the model that it begins with was measured: the line of round 0."""
 
-    def on_end(self, summary: Mapping[str, Any]) -> None:
-        """After the final test."""
+    def on_training_start(self, setup: RunSetup, opened: OpenRun, state: ServerState) -> None:
+        """Called before the first round of this process, with the state that it begins or resumes from."""
+
+    def on_round_start(self, state: ServerState, best: Best) -> StopRun | None:
+        """Called before each round, with the best model so far; return `StopRun` to end the run before it."""
+        return None
+
+    def on_evaluation(self, line: Mapping[str, Any], state: ServerState, best: Best) -> None:
+        """Called when the model was measured within a round, before the round ends; `line` is not complete yet."""
+
+    def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> StopRun | None:
+        """Called after each round with its line of metrics.jsonl; return `StopRun` to end the run after it.
+
+        An interrupt in here undoes the round.
+        """
+        return None
+
+    def on_round_committed(self, state: ServerState) -> None:
+        """Called when a round counts: all callbacks have seen its end, and an interrupt no longer undoes it."""
+
+    def on_checkpoint(self, path: Path, state: ServerState) -> None:
+        """Called when a checkpoint was written."""
+
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
+        """Called after the final test of a run that is finished or stopped."""
+
+    def on_run_interrupted(self) -> None:
+        """Called instead of `on_run_end` when an error or an interrupt ends the run."""
+
+
+class EarlyStopping(Callback):
+    """Ends a run that has not improved in so many evaluations; 0 never does."""
+
+    def __init__(self, evaluations: int) -> None:
+        self.evaluations = evaluations
+
+    def on_round_start(self, state: ServerState, best: Best) -> StopRun | None:
+        """Stop when the best model is too old. Asked before a round, so that a resumed run stops at the same place."""
+        if self.evaluations and best.stale >= self.evaluations:
+            return StopRun(f"no improvement in {best.stale} evaluations", final=True)
+        return None
+
+
+class PrivacyBudget(Callback):
+    """Ends a run before a round that would exceed the epsilon of its config."""
+
+    def __init__(self, setup: RunSetup) -> None:
+        self.setup = setup
+
+    def on_round_start(self, state: ServerState, best: Best) -> StopRun | None:
+        """Stop when the account cannot spend another round."""
+        account = budget(self.setup.config, self.setup.algorithm, state.round)
+        if account is None or account.can_spend():
+            return None
+        log.warning("one more round would exceed epsilon %g", account.target)
+        return StopRun("the privacy budget is spent", final=True)
+
+
+class Checkpoints(Callback):
+    """Saves the state every few rounds, at the last round, and whenever the model is the best so far."""
+
+    def __init__(self, save: Callable[[ServerState], None], every: int, last_round: int) -> None:
+        self.save = save
+        self.every = every
+        self.last_round = last_round
+        self.best_round = -1
+
+    def on_evaluation(self, line: Mapping[str, Any], state: ServerState, best: Best) -> None:
+        """Remember which round is the best."""
+        self.best_round = best.round
+
+    def on_round_committed(self, state: ServerState) -> None:
+        """Save the state if it is due."""
+        is_best = self.best_round == state.round
+        if state.round == self.last_round or state.round % self.every == 0 or is_best:
+            self.save(state)

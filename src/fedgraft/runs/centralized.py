@@ -1,4 +1,4 @@
-"""Centralised training: all images in one place. The baseline that federated numbers are held against.
+"""Centralised training: all images in one place, the baseline of federated results.
 
 It is a federation of one client that holds everything, trains a whole epoch a round and keeps its optimizer's state.
 """
@@ -15,34 +15,41 @@ from fedgraft.runs.tracking import Progress
 
 
 def as_central(config: Config) -> Config:
-    """The same config with one client that holds everything, trained for whole epochs."""
-    c, p = config.centralized, config.partition
-    if p.without or p.evaluate_only:
-        raise FedgraftError("centralised training takes all images; leave out partition.without and evaluate_only.")
+    """Return the config with one client that holds everything and trains whole epochs."""
+    options = config.centralized
+    if config.partition.without or config.partition.evaluate_only:
+        raise FedgraftError(
+            "E-RUN-CENTRAL-PARTITION",
+            "centralised training takes all images",
+            "leave out partition.without and partition.evaluate_only",
+        )
     table = config.table
     table["local"].pop("steps", None)
     table["partition"] |= {"joins": {}, "leaves": {}}
     table["algorithm"] = {"name": "central"}
-    trainable = (
-        {}
-        if c.kind == "finetune" and config.trainable.kind not in (None, "head")
-        else {"kind": "everything" if c.kind == "finetune" else "head"}
-    )
+    trainable = {"kind": "head"}
+    if options.kind == "finetune":
+        trainable = {"kind": "everything"}
+        if config.trainable.kind not in (None, "head"):
+            trainable = {}  # the configured kind
+    epochs = options.epochs
+    if options.kind == "ridge":
+        epochs = 0
     central = {
         "trainable": trainable,
         "partition": {"kind": "iid", "clients": 1},
         "local": {"epochs": 1},
         "rounds": {
             "fraction": 1.0,
-            "total": 0 if c.kind == "ridge" else c.epochs,
-            "patience": c.patience,
+            "total": epochs,
+            "patience": options.patience,
             "min_delta": 0.0,
             "evaluate_every": 1,
             "checkpoint_every": 1,
         },
         "centralized": {"active": True},
     }
-    if c.kind == "ridge":
+    if options.kind == "ridge":
         central["model"] = {"head": "ridge"}
     return validate(merge(table, central))
 
@@ -50,5 +57,5 @@ def as_central(config: Config) -> Config:
 def run_centralized(
     config: Config, folder: Path, progress: Progress | None = None, console: bool = True
 ) -> dict[str, Any]:
-    """Train on everything in one place; returns the summary. Resumes like any run."""
+    """Train on all images in one place and return the summary; resumes like any run."""
     return run(as_central(config), folder, progress, console)

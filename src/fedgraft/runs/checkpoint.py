@@ -1,13 +1,11 @@
-"""Checkpoints that are whole or not there: safetensors files whose name carries the digest of every byte.
+"""Checkpoints: safetensors files whose name carries the digest of every byte, written whole or not at all.
 
-A file is written beside its place, flushed, renamed and the folder flushed, so a kill or a full disk leaves the
-earlier files as they were. `load_latest` proves each candidate against its digest before it uses it and falls back to
-the one before; since a run derives its randomness from (seed, round, client), an older start ends in the same bytes.
+`load_latest` verifies each candidate against its digest before it uses it and falls back to the one before; since a run
+derives its randomness from (seed, round, client), an older start ends in the same bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -22,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_atomic
+from fedgraft.core.store import DamagedFile, digest_of_chunks, prune, read_verified, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -45,21 +43,21 @@ _DTYPES = {
 
 
 class BadCheckpoint(FedgraftError):
-    """A checkpoint file that is damaged, cut short, or belongs to another config."""
+    """A checkpoint file that is damaged, truncated, or belongs to another config."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after `round`, as `save` was given it."""
+    """The state after `round`, as it was passed to `save`."""
 
     round: int
     tensors: Mapping[str, Tensor]
     meta: Mapping[str, Any]
     best: float | None
-    """The validation value it was ranked by, if it had one."""
+    """The validation score it was ranked by, if it had one."""
     path: Path
     skipped: tuple[str, ...] = ()
-    """Names of files that were tried first and not good."""
+    """Names of newer files that were tried first and refused."""
 
 
 def save(
@@ -72,62 +70,72 @@ def save(
     keep_last: int = 5,
     keep_best: int = 3,
 ) -> Path:
-    """Write the state after `round` atomically, then keep the last few and the best few (largest `best`)."""
+    """Write the state after `round` atomically, then delete all but the last few and the best few (largest `best`)."""
     chunks = _encode(round, tensors, meta, best)
-    digest = hashlib.blake2b(digest_size=16)
-    for chunk in chunks:
-        digest.update(chunk)
-    path = folder / f"round-{round:08d}-{digest.hexdigest()}.safetensors"
+    path = folder / f"round-{round:08d}-{digest_of_chunks(chunks)}.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(path, chunks, 0o600)  # clients' memories may hold their keys
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise FedgraftError(
-            f"the checkpoint of round {round} could not be written to {folder} ({reason}); earlier checkpoints are "
-            "intact, so make room there and resume."
+            "E-RUN-CHECKPOINT-WRITE",
+            f"the checkpoint of round {round} could not be written to {folder} ({reason})",
+            "earlier checkpoints are intact, so make room there and resume",
+            round=round,
+            path=str(folder),
         ) from error
-    _prune(path, round, keep_last, keep_best)
+    _delete_superseded(path, round, keep_last, keep_best)
     return path
 
 
 def load(path: Path, config_digest: str | None = None) -> Checkpoint:
-    """Read one checkpoint, or raise `BadCheckpoint` when any bit of it is not what was written."""
-    named = _NAME.fullmatch(path.name)
-    if named is None:
-        raise BadCheckpoint(f"{path.name} is not named like a checkpoint; choose a file of a run's checkpoints folder.")
+    """Return the checkpoint in a file; raise `BadCheckpoint` when any bit of it is not what was written."""
+    name = _NAME.fullmatch(path.name)
+    if name is None:
+        raise BadCheckpoint(
+            "E-RUN-CHECKPOINT-NAME",
+            f"{path.name} is not named like a checkpoint",
+            "choose a file of a run's checkpoints folder",
+            path=str(path),
+        )
     try:
-        data = path.read_bytes()
+        data = read_verified(path, name[2])
     except OSError as error:
-        raise BadCheckpoint(f"checkpoint {path.name} cannot be read ({error.strerror}); use an earlier one.") from error
-    if hashlib.blake2b(data, digest_size=16).hexdigest() != named[2]:
-        raise BadCheckpoint(f"checkpoint {path.name} is damaged: it does not match its digest; use an earlier one.")
+        raise _bad("E-RUN-CHECKPOINT-READ", path, f"cannot be read ({error.strerror})") from error
+    except DamagedFile as error:
+        raise _bad("E-RUN-CHECKPOINT-DAMAGED", path, "is damaged: it does not match its digest") from error
     try:
-        head = _header(data)
+        header = _header(data)
         tensors = safetensors.torch.load(data)
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        raise BadCheckpoint(f"checkpoint {path.name} is not in this library's format; use an earlier one.") from error
-    if head["round"] != int(named[1]):
-        raise BadCheckpoint(f"checkpoint {path.name} holds round {head['round']}: it was renamed; use another one.")
-    if config_digest is not None and head["meta"].get("config_digest") != config_digest:
-        raise BadCheckpoint(f"checkpoint {path.name} belongs to another config; use the run folder it came from.")
-    return Checkpoint(head["round"], tensors, head["meta"], head["best"], path)
+        raise _bad("E-RUN-CHECKPOINT-FORMAT", path, "is not in this library's format") from error
+    if header["round"] != int(name[1]):
+        raise _bad("E-RUN-CHECKPOINT-RENAMED", path, f"holds round {header['round']}: it was renamed")
+    if config_digest is not None and header["meta"].get("config_digest") != config_digest:
+        raise _bad("E-RUN-CHECKPOINT-FOREIGN", path, "belongs to another config")
+    return Checkpoint(header["round"], tensors, header["meta"], header["best"], path)
+
+
+def _bad(code: str, path: Path, problem: str) -> BadCheckpoint:
+    """Return the error for a checkpoint that cannot be used."""
+    return BadCheckpoint(code, f"checkpoint {path.name} {problem}", "use an earlier one", path=str(path))
 
 
 def load_latest(
     folder: Path, config_digest: str | None = None, check: Callable[[Checkpoint], None] | None = None
 ) -> Checkpoint | None:
-    """The newest good checkpoint of this config, or None; damaged and foreign ones are named in a warning.
+    """Return the newest good checkpoint of this config, or None; warn of damaged and foreign ones.
 
     `check` may refuse one with `BadCheckpoint`, for example because a file beside it that it names is damaged.
     """
     skipped: list[str] = []
     for path in sorted(listing(folder), key=_round, reverse=True):
         try:
-            found = load(path, config_digest)
+            checkpoint = load(path, config_digest)
             if check is not None:
-                check(found)
-            return replace(found, skipped=tuple(skipped))
+                check(checkpoint)
+            return replace(checkpoint, skipped=tuple(skipped))
         except BadCheckpoint as error:
             log.warning("skipped: %s", error)
             skipped.append(path.name)
@@ -135,19 +143,20 @@ def load_latest(
 
 
 def listing(folder: Path) -> list[Path]:
-    """The files of a folder that are named like checkpoints, oldest round first."""
+    """Return the files of a folder that are named like checkpoints, oldest round first."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=lambda p: (_round(p), p.name))
+    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: (_round(path), path.name))
 
 
 def _encode(
     round: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], best: float | None
 ) -> list[bytes | memoryview]:
-    """The file as pieces: length, header, then views of the tensors' own memory, so a large state is not copied."""
-    head = json.dumps({"round": round, "best": best, "meta": dict(meta)}, sort_keys=True, separators=(",", ":"))
-    entries: dict[str, Any] = {"__metadata__": {"fedgraft": head}}
-    pieces: list[bytes | memoryview] = []
+    """Return the file in chunks: length, header, then views of the tensors' own memory, so nothing large is copied."""
+    metadata = json.dumps({"round": round, "best": best, "meta": dict(meta)}, sort_keys=True, separators=(",", ":"))
+    entries: dict[str, Any] = {"__metadata__": {"fedgraft": metadata}}
+    contents: list[bytes | memoryview] = []
     offset = 0
     # Wide types first keeps every tensor aligned to its element size.
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
@@ -155,50 +164,59 @@ def _encode(
         end = offset + flat.numel() * flat.element_size()
         entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         if flat.numel():
-            pieces.append(flat.view(torch.uint8).numpy().data)
+            contents.append(flat.view(torch.uint8).numpy().data)
         offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little"), text, *pieces]
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return [len(header).to_bytes(8, "little"), header, *contents]
 
 
 def _header(data: bytes) -> dict[str, Any]:
+    """Return round, score and meta from the first bytes of a checkpoint file."""
     length = int.from_bytes(data[:8], "little")
-    head = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["fedgraft"])
-    return {"round": head["round"], "best": head["best"], "meta": dict(head["meta"])}
+    header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["fedgraft"])
+    return {"round": header["round"], "best": header["best"], "meta": dict(header["meta"])}
 
 
-def _peek(path: Path) -> float | None:
-    """The rank of a file from its header alone; a header that cannot be read has none."""
+def _stored_score(path: Path) -> float | None:
+    """Return the score of a checkpoint from its header alone; None where it has none or cannot be read."""
     try:
         with path.open("rb") as file:
             start = file.read(8)
             size = min(int.from_bytes(start, "little"), path.stat().st_size)
             best = _header(start + file.read(size))["best"]
-        return None if best is None else float(best)
+        if best is None:
+            return None
+        return float(best)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def _round(path: Path) -> int:
+    """Return the round in the name of a checkpoint."""
     return int(path.name.split("-")[1])
 
 
-def _ranking(paths: Iterable[Path]) -> list[Path]:
-    """Those with a rank, the largest first, the earliest round among equals."""
-    ranks = {path: rank for path in paths if (rank := _peek(path)) is not None and rank == rank}
+def _ranked(paths: Iterable[Path]) -> list[Path]:
+    """Return those with a score, the largest first, the earliest round among equals."""
+    ranks: dict[Path, float] = {}
+    for path in paths:
+        score = _stored_score(path)
+        if score is not None and score == score:  # not NaN
+            ranks[path] = score
     return sorted(ranks, key=lambda path: (-ranks[path], _round(path)))
 
 
-def _prune(newest: Path, round: int, keep_last: int, keep_best: int) -> None:
-    """Delete what neither list names. Files of later rounds are no part of this run's past and are left alone."""
-    past = [path for path in listing(newest.parent) if _round(path) <= round]
-    twins = {path for path in past if _round(path) == round and path != newest}
-    past = [path for path in past if path not in twins]
-    kept = {newest, *past[-keep_last:], *_ranking(past)[:keep_best]}
-    leftovers = [path for path in newest.parent.iterdir() if path.name.startswith(".round-")]
-    for path in [*leftovers, *twins, *(path for path in past if path not in kept)]:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("old checkpoint %s could not be deleted (%s)", path.name, error.strerror)
+def _delete_superseded(newest: Path, round: int, keep_last: int, keep_best: int) -> None:
+    """Delete what is neither among the last nor the best; files of later rounds are no part of this run's past."""
+    past = []
+    superseded = []
+    for path in listing(newest.parent):
+        if _round(path) == round and path != newest:
+            superseded.append(path)  # an earlier attempt at the same round
+        elif _round(path) <= round:
+            past.append(path)
+    retained = {newest, *past[-keep_last:], *_ranked(past)[:keep_best]}
+    superseded += [path for path in past if path not in retained]
+    interrupted_writes = [path for path in newest.parent.iterdir() if path.name.startswith(".round-")]
+    prune([*interrupted_writes, *superseded])

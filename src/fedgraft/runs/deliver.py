@@ -1,4 +1,4 @@
-"""Handing the adapted model on: a `transformers` folder, a PEFT adapter folder, or an edit, each with a card."""
+"""Exporting the adapted model: a `transformers` folder, a PEFT adapter folder, or an edit, each with a model card."""
 
 from __future__ import annotations
 
@@ -20,52 +20,61 @@ Summary = Mapping[str, Any]
 
 
 def export_run(folder: Path | str, to: Path | str, kind: str = "merged") -> Path:
-    """The adapted model of a run folder as one of `KINDS`; the run's images need not be there any more."""
+    """Export the adapted model of a run folder as one of `KINDS`; the run's images need not exist any more."""
     check_free(Path(to))  # before anything is loaded
     record = RunFolder.open(folder)
-    summary = record.summary() if record.status == "finished" else {}
+    summary: Summary = {}
+    if record.status in {"finished", "stopped"}:
+        summary = record.summary()
     return deliver(adapted(folder, data=False), summary, to, kind, record.path.resolve().name)
 
 
-def deliver(found: Adapted, summary: Summary, to: Path | str, kind: str = "merged", name: str = "run") -> Path:
-    """What was trained, in a new folder: the whole model (merged), an adapter, or the edit alone."""
+def deliver(run: Adapted, summary: Summary, to: Path | str, kind: str = "merged", name: str = "run") -> Path:
+    """Write the adapted model into a new folder: the whole model (merged), an adapter, or the edit alone."""
     if kind not in KINDS:
-        raise FedgraftError(f"a model cannot be exported as {kind!r}; choose {', '.join(KINDS)}.")
+        raise FedgraftError(
+            "E-RUN-EXPORT-KIND",
+            f"a model cannot be exported as {kind!r}",
+            f"choose {', '.join(KINDS)}",
+            kind=kind,
+        )
     with phase("export"):
-        return KINDS[kind](found, card_of(found, summary), Path(to), name)
+        return KINDS[kind](run, card_of(run, summary), Path(to), name)
 
 
-def _merged(found: Adapted, card: Card, to: Path, name: str) -> Path:
-    """The network as it was trained, factors merged, with the very preprocessing of its training."""
-    return export_model(found.plain(), to, found.classes, found.setup.task.transform.preprocessor, card.text())
+def _merged(run: Adapted, card: Card, to: Path, name: str) -> Path:
+    """Write the adapted network, low-rank factors merged, with the preprocessing of its training."""
+    return export_model(run.plain(), to, run.classes, run.setup.task.transform.preprocessor, card.text())
 
 
-def _adapter(found: Adapted, card: Card, to: Path, name: str) -> Path:
-    """Only the low-rank factors and the head, as a folder that `PeftModel.from_pretrained` loads on the base."""
+def _adapter(run: Adapted, card: Card, to: Path, name: str) -> Path:
+    """Write only the low-rank factors and the head, as a folder that `PeftModel.from_pretrained` loads on the base."""
     from fedgraft.models.adapter import export_adapter
 
-    base = found.base()
+    base = run.base()
     text = card.text("adapter", bundled=not base.stored)
-    return export_adapter(found.network, base, to, found.classes, found.setup.task.transform.preprocessor, text)
+    return export_adapter(run.network, base, to, run.classes, run.setup.task.transform.preprocessor, text)
 
 
-def _edit(found: Adapted, card: Card, to: Path, name: str) -> Path:
-    """What training did to the base as one small file, `adapted.edit`."""
-    edit = edit_of(found, name)
-    with atomic_folder(to) as made:
-        edit_file.save_edit(edit, made / "adapted.edit")
-        write_labels(made, found.classes)
-        (made / "README.md").write_text(card.text("edit"), encoding="utf-8")
+def _edit(run: Adapted, card: Card, to: Path, name: str) -> Path:
+    """Write what training changed in the base as one small file, `adapted.edit`."""
+    edit = edit_of(run, name)
+    with atomic_folder(to) as new_folder:
+        edit_file.save_edit(edit, new_folder / "adapted.edit")
+        write_labels(new_folder, run.classes)
+        (new_folder / "README.md").write_text(card.text("edit"), encoding="utf-8")
     return to
 
 
 KINDS: dict[str, Callable[[Adapted, Card, Path, str], Path]] = {"merged": _merged, "adapter": _adapter, "edit": _edit}
 
 
-def card_of(found: Adapted, summary: Summary) -> Card:
-    """What there is to say about the model."""
-    task, config, algorithm = found.setup.task, found.setup.config, found.setup.algorithm
-    edited, data = summary.get("edited", {}), summary.get("data", {})
+def card_of(run: Adapted, summary: Summary) -> Card:
+    """Return the model card of a run's model."""
+    network = run.setup.task.network
+    config = run.setup.config
+    algorithm = run.setup.algorithm
+    edited = summary.get("edited", {})
     training: dict[str, object] = {
         "algorithm": algorithm.name,
         "rounds": summary.get("rounds"),
@@ -76,49 +85,70 @@ def card_of(found: Adapted, summary: Summary) -> Card:
         "weights trained": f"{edited.get('coordinates', 0):,} of {edited.get('of', 0):,}",
         "seed": config.seed,
     }
-    told = data and f"{data['name']}: {data['images']:,} training images, {data['clients']} owners. "
     return Card(
         title=f"{config.name}, adapted with fedgraft",
-        data=f"{told or ''}Classes: {', '.join(found.classes)}.",
-        base=task.network.source,
-        licence=task.network.licence,
+        data=_data(run, summary),
+        base=network.source,
+        licence=network.licence,
         training=training,
         metrics=_metrics(summary),
-        protection=_protection(found, summary),
+        protection=_protection(run, summary),
     )
 
 
+def _data(run: Adapted, summary: Summary) -> str:
+    """Return the card's sentences about the data."""
+    classes = f"Classes: {', '.join(run.classes)}."
+    data = summary.get("data")
+    if not data:
+        return classes
+    return f"{data['name']}: {data['images']:,} training images, {data['clients']} owners. {classes}"
+
+
 def _delivered(summary: Summary) -> str:
-    best = summary.get("best_round")
-    return "" if best is None else "the model the run began with" if best == 0 else f"the model after round {best}"
+    """Return which model of the run is delivered; empty where the run has no summary."""
+    best_round = summary.get("best_round")
+    if best_round is None:
+        return ""
+    if best_round == 0:
+        return "the model the run began with"
+    return f"the model after round {best_round}"
 
 
 def _metrics(summary: Summary) -> dict[str, object]:
-    """The run's numbers; those of `metrics` with the images behind them."""
-    found, test = summary.get("metrics") or {}, summary.get("test") or {}
-    rows: dict[str, object] = {
-        f"test {name}": value["value"] for name, value in found.items() if value and ":" not in name
-    }
+    """Return the rows of the card's table of metrics, those of the test first."""
+    test = summary.get("test") or {}
+    rows: dict[str, object] = {}
     if "accuracy" in test:
-        rows = {"test accuracy": test["accuracy"], **rows, "test images": test.get("count")}
-    if (start := summary.get("start")) is not None:
-        rows["validation accuracy at the start"] = start
+        rows["test accuracy"] = test["accuracy"]
+    for name, metric in (summary.get("metrics") or {}).items():
+        is_of_one_class = ":" in name
+        if metric and not is_of_one_class:
+            rows[f"test {name}"] = metric["value"]
+    if "accuracy" in test:
+        rows["test images"] = test.get("count")
+    rows["validation accuracy at the start"] = summary.get("start")
     rows["validation accuracy"] = (summary.get("validation") or {}).get("accuracy")
     return {name: value for name, value in rows.items() if value is not None}
 
 
-def _protection(found: Adapted, summary: Summary) -> str:
-    privacy = found.setup.algorithm.privacy
-    told = [
-        "updates were summed under secure aggregation"
-        if privacy.collects_sum
-        else "updates were aggregated in the clear"
-    ]
-    told += [summary["protection"]] if "protection" in summary else []
-    if "privacy" in summary:
-        account = summary["privacy"]
-        told.append(f"epsilon {format_epsilon(account['epsilon'])} at delta {account['delta']:.3g}, per client")
-        told += [f"not covered: {text}" for text in summary["privacy"].get("not_covered", [])]
+def _protection(run: Adapted, summary: Summary) -> str:
+    """Return the card's sentence about how updates were protected."""
+    privacy = run.setup.algorithm.privacy
+    phrases = []
+    if privacy.collects_sum:
+        phrases.append("updates were summed under secure aggregation")
     else:
-        told.append("no noise was added" if privacy.noise is None else "noise was added")
-    return "; ".join(told) + "."
+        phrases.append("updates were aggregated in the clear")
+    if "protection" in summary:
+        phrases.append(summary["protection"])
+    account = summary.get("privacy")
+    if account is not None:
+        phrases.append(f"epsilon {format_epsilon(account['epsilon'])} at delta {account['delta']:.3g}, per client")
+        for gap in account.get("not_covered", []):
+            phrases.append(f"not covered: {gap}")
+    elif privacy.noise is None:
+        phrases.append("no noise was added")
+    else:
+        phrases.append("noise was added")
+    return "; ".join(phrases) + "."

@@ -1,8 +1,8 @@
-"""Edits as files: what a run did to its base, saved small, and what can be done with such files.
+"""Edits as files: what a run changed in its base, stored small, and what can be done with such files.
 
 An edit that leaves the head alone is bound to the backbone only (scope `backbone.`), so it fits any network with that
-backbone, whatever its head. One that moves the head is bound to the whole base, head included. A base is a network by
-name or folder, or a run folder, which stands for what that run began with.
+backbone, whatever its head. One that changes the head is bound to the whole base, head included. A base is a network by
+name or folder, or a run folder, which stands for the network that the run began with.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from fedgraft.core.ranges import Rest, Share, number
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import EditSpace, select
 from fedgraft.data.pixels.transforms import rule_for
-from fedgraft.edit import edit_file as task_file
-from fedgraft.edit import lora
-from fedgraft.edit import task_vectors as task
+from fedgraft.edit import edit_file, lora, task_vectors
 from fedgraft.edit.task_vectors import Edit
 from fedgraft.metrics.evaluate import Evaluation, evaluate
 from fedgraft.models.backbones import load_network
@@ -37,44 +35,61 @@ from fedgraft.runs.task import Task
 
 BACKBONE = "backbone."
 HALF = 1e-3
-"""By how much a stored edit may differ from its run: float16 keeps 11 bits of each value."""
+"""By how much a stored edit may differ from its run: float16 has 11 bits of each value."""
 
 
-def plain_space(found: Adapted, base: VisionNetwork) -> EditSpace:
-    """The run's coordinates by the names of the plain network; low-rank factors become the weights they change."""
-    space = found.opened.space
-    layers = lora.adapter_layers(found.network)
+def plain_space(run: Adapted, base: VisionNetwork) -> EditSpace:
+    """Return the run's coordinates by the names of the plain network; low-rank factors become merged weights."""
+    space = run.opened.space
+    layers = lora.adapter_layers(run.network)
     if not layers:
         return space
-    plain = {name for name, _ in base.named_parameters()}
-    names = {f"{name}.weight" for name in layers} | (plain & {part.name for part in space.parts})
+    plain_names = {name for name, _ in base.named_parameters()}
+    trained_names = {part.name for part in space.parts}
+    merged_names = {f"{layer}.weight" for layer in layers}
+    names = merged_names | (plain_names & trained_names)
     return select(base, lambda name: name in names, buffers=False)
 
 
 def edit_of_run(folder: Path | str, last: bool = False) -> Edit:
-    """What a run did to its base, by its best model on validation or its last; low-rank factors count as merged."""
+    """Return what a run changed in its base, by its best model or its last; low-rank factors are merged."""
     return edit_of(adapted(folder, data=False), Path(folder).resolve().name, last)
 
 
-def edit_of(found: Adapted, name: str, last: bool = False) -> Edit:
-    """What an opened run did to its base."""
+def edit_of(run: Adapted, name: str, last: bool = False) -> Edit:
+    """Return what an opened run changed in its base, by its best model or its last."""
     if last:
-        found.opened.context.load_model(found.last)
-    base = found.base()
-    space = plain_space(found, base)
-    scope = BACKBONE if all(part.name.startswith(BACKBONE) for part, _, _ in space.ranges) else ""
-    edit = task.capture(name, base, space, space.gather(found.plain()), scope)
+        run.opened.context.load_model(run.last)
+    base = run.base()
+    space = plain_space(run, base)
+    scope = ""
+    if all(part.name.startswith(BACKBONE) for part, _, _ in space.ranges):
+        scope = BACKBONE
+    edit = task_vectors.capture(name, base, space, space.gather(run.plain()), scope)
     if not edit.values.any():
-        raise FedgraftError(
-            f"the {'last' if last else 'best'} model of {name} is the one it began with, so there is no edit to save"
-            + ("." if last else "; fedgraft edit save --last takes the model of its last round.")
-        )
+        raise _no_edit(name, last)
     return edit
 
 
+def _no_edit(name: str, last: bool) -> FedgraftError:
+    """Return the error for a run whose model is the one it began with."""
+    model = "best"
+    hint = "fedgraft edit save --last takes the model of its last round"
+    if last:
+        model = "last"
+        hint = ""
+    return FedgraftError(
+        "E-RUN-NO-EDIT",
+        f"the {model} model of {name} is the one it began with, so there is no edit to save",
+        hint,
+        run=name,
+        model=model,
+    )
+
+
 @dataclass(frozen=True)
-class Base:
-    """Where an edit goes: a network's name or folder, or a run folder; the rest says how to build a named one."""
+class EditBase:
+    """The network an edit is applied to: a name, a folder, or a run folder; the other fields build a named one."""
 
     model: str
     classes: int | None = None
@@ -82,130 +97,190 @@ class Base:
     seed: int = 0
 
     def load(self, edit: Edit) -> tuple[VisionNetwork, list[str] | None, dict[str, Any]]:
-        """The network, unedited, the names of its classes where they are known, and its preprocessing."""
+        """Return the unedited network, the names of its classes if they are known, and its preprocessing."""
         if (Path(self.model) / "run.json").is_file():
-            found = adapted(Path(self.model), data=False)
-            return found.base(), list(found.classes), found.setup.task.transform.preprocessor
-        moved = {part.name: part.shape for part, _, _ in edit.space.ranges}
-        classes = self.classes or moved.get("head.weight", (None,))[0]
+            run = adapted(Path(self.model), data=False)
+            return run.base(), list(run.classes), run.setup.task.transform.preprocessor
+        classes = self.classes or _classes_of_head(edit)
         try:
             network = load_network(self.model, classes, self.image_size, seed=self.seed)
-            return network, None, rule_for(network).to_preprocessor(network.mean, network.std)
         except FedgraftError as error:
-            if classes is not None or "no stored head" not in str(error):
+            if classes is not None or error.code != "E-MODELS-NO-HEAD":
                 raise
             raise FedgraftError(
-                f"{self.model!r} has no head of its own and the edit {edit.name!r} brings none: give --classes for a "
-                "fresh one, or a run folder as the model for the head that run began with."
+                "E-RUN-EDIT-NO-HEAD",
+                f"{self.model!r} has no usable head ({error.message}), and the edit {edit.name!r} brings none",
+                "give --classes for a fresh one, or a run folder as the model for the head that run began with",
+                model=self.model,
             ) from None
+        return network, None, rule_for(network).to_preprocessor(network.mean, network.std)
 
 
-def apply_to_folder(edit: Edit, base: Base, to: Path, scale: float = 1.0) -> Path:
+def _classes_of_head(edit: Edit) -> int | None:
+    """Return the number of classes of the head that an edit changes; None if it changes none."""
+    for part, _, _ in edit.space.ranges:
+        if part.name == "head.weight":
+            return part.shape[0]
+    return None
+
+
+def apply_to_folder(edit: Edit, base: EditBase, to: Path, scale: float = 1.0) -> Path:
     """Write base + scale * edit as a `transformers` folder; a base the edit does not fit is refused."""
     from fedgraft.models.export import export_model
 
     network, names, preprocessor = base.load(edit)
-    task.apply_edit(network, edit, scale)
+    task_vectors.apply_edit(network, edit, scale)
     card = Card(f"{base.model} with the edit {edit.name}", "see the edit", network.source, network.licence)
     return export_model(network, to, names, preprocessor, card.text())
 
 
-WAYS: Mapping[str, tuple[str, ...]] = {
+MERGE_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "sum": (),
     "ties": ("share",),
     "dare": ("share", "seed"),
     "fisher": ("runs", "seed"),
 }
-"""How edits become one, and which options that has."""
+"""The rules by which edits are merged, and the options of each."""
 SHARES: Mapping[str, tuple[Any, float]] = {"ties": (Share, 0.2), "dare": (Rest, 0.5)}
+"""The range and the default of `share` by rule."""
 
 
 @dataclass(frozen=True)
-class How:
+class MergeRule:
     """How edits become one: their sum, or a merging rule with its number and, for Fisher, the runs they came from."""
 
     rule: str = "sum"
     share: float | None = None
-    """ties: kept of each edit (0.2); dare: dropped (0.5)."""
+    """ties: retained of each edit (0.2); dare: dropped (0.5)."""
     runs: tuple[Path, ...] = ()
     samples: int = 256
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rule not in WAYS:
-            raise FedgraftError(f"edits are added as {', '.join(WAYS)}, not {self.rule!r}.")
-        for option, said in (("share", self.share), ("runs", self.runs or None), ("seed", self.seed)):
-            if said is not None and option not in WAYS[self.rule]:
-                takers = " and ".join(rule for rule, own in WAYS.items() if option in own)
-                raise FedgraftError(f"--how {self.rule} has no --{option}, which is for {takers}; leave it out.")
+        if self.rule not in MERGE_OPTIONS:
+            raise FedgraftError(
+                "E-RUN-MERGE-RULE",
+                f"there is no rule {self.rule!r} to merge edits",
+                f"choose {', '.join(MERGE_OPTIONS)}",
+                rule=self.rule,
+            )
         if self.share is not None:
+            self._check_option("share")
             number(f"--share of {self.rule}", SHARES[self.rule][0], self.share)
+        if self.runs:
+            self._check_option("runs")
+        if self.seed is not None:
+            self._check_option("seed")
 
-    def merge(self, edits: Sequence[Edit]) -> task.Merge | None:
-        """The rule on stacked edits; None for the sum."""
-        seed, usual = self.seed or 0, SHARES.get(self.rule, (None, 0.0))[1]
-        share = usual if self.share is None else self.share
+    def _check_option(self, option: str) -> None:
+        """Refuse an option that this rule does not have."""
+        if option in MERGE_OPTIONS[self.rule]:
+            return
+        rules = [rule for rule, options in MERGE_OPTIONS.items() if option in options]
+        raise FedgraftError(
+            "E-RUN-MERGE-OPTION",
+            f"--how {self.rule} has no --{option}, which is for {' and '.join(rules)}",
+            "leave it out",
+            rule=self.rule,
+            option=option,
+        )
+
+    def merge(self, edits: Sequence[Edit]) -> task_vectors.Merge | None:
+        """Return the rule as a function of stacked edits and their weights; None for the sum."""
         if self.rule == "sum":
             return None
+        if self.rule == "fisher":
+            return self._fisher(edits)
+        share = SHARES[self.rule][1]
+        if self.share is not None:
+            share = self.share
         if self.rule == "ties":
             return lambda rows, weights: merging.ties(rows, weights, share)
-        if self.rule == "dare":
-            stream = torch_stream(seed, "dare")
-            return lambda rows, weights: merging.dare(rows, weights, share, stream)
+        stream = torch_stream(self.seed or 0, "dare")
+        return lambda rows, weights: merging.dare(rows, weights, share, stream)
+
+    def _fisher(self, edits: Sequence[Edit]) -> task_vectors.Merge:
+        """Return the mean weighted by the Fisher information of each edit's own model on its own images."""
         if len(self.runs) != len(edits):
             raise FedgraftError(
-                f"--how fisher weighs by images: give --runs, the run folder of each of the {len(edits)} edits."
+                "E-RUN-MERGE-RUNS",
+                "--how fisher weighs by images",
+                f"give --runs, the run folder of each of the {len(edits)} edits",
+                edits=len(edits),
+                runs=len(self.runs),
             )
-        found = [own_model(edit, run) for edit, run in zip(edits, self.runs, strict=True)]
-        space = task.union_space([edit.space for edit in edits])
-        information = torch.stack([fisher(one, space, self.samples, seed) for one in found])
+        models = [model_of_edit(edit, run) for edit, run in zip(edits, self.runs, strict=True)]
+        space = task_vectors.union_space([edit.space for edit in edits])
+        seed = self.seed or 0
+        information = torch.stack([fisher(network, task, space, self.samples, seed) for network, task in models])
         return lambda rows, weights: merging.fisher_mean(rows, weights, information)
 
 
-def own_model(edit: Edit, folder: Path) -> tuple[VisionNetwork, Task]:
-    """The model that the edit is of, its run's best or last, by the values the edit holds; another's run is refused."""
-    found = adapted(folder)
-    base = found.base()
+def model_of_edit(edit: Edit, folder: Path) -> tuple[VisionNetwork, Task]:
+    """Return the model that an edit was saved from, the run's best or last, with its task; refuse another run."""
+    run = adapted(folder)
+    base = run.base()
     if digest(base, scope=edit.scope, code=False) == edit.base:
         before = edit.space.gather(base)
-        for vector in (None, found.last):  # the best is in the network already
+        for vector in (None, run.last):  # the best is in the network already
             if vector is not None:
-                found.opened.context.load_model(vector)
-            model = found.plain()
+                run.opened.context.load_model(vector)
+            model = run.plain()
             gap = edit.space.gather(model) - before - edit.values
             if gap.norm() <= HALF * edit.values.norm():
-                return model, found.setup.task
+                return model, run.setup.task
     raise FedgraftError(
-        f"{folder} is not the run of the edit {edit.name!r}: the edit is of neither its best model nor its last; "
-        "name the run that it was saved from (a sum of edits has none)."
+        "E-RUN-EDIT-OTHER-RUN",
+        f"{folder} is not the run of the edit {edit.name!r}: the edit is of neither its best model nor its last",
+        "name the run that it was saved from (a sum of edits has none)",
+        path=str(folder),
+        edit=edit.name,
     )
 
 
-def fisher(model: tuple[VisionNetwork, Task], space: EditSpace, samples: int, seed: int) -> Tensor:
-    """The diagonal Fisher information of a model on these coordinates, on the training images of its task."""
-    network, images = model[0], model[1].eval_images
-    rows = model[1].data.train_rows
-    rows = rows[torch.randperm(len(rows), generator=torch_stream(seed, "fisher_merge"))[:samples]]
-    known = squared_gradients(network, space.bind(network), images, rows)
-    return torch.cat([known, torch.zeros(space.size - space.trained)])
+def fisher(network: VisionNetwork, task: Task, space: EditSpace, samples: int, seed: int) -> Tensor:
+    """Return the diagonal Fisher information of a model on these coordinates, on training images of its task."""
+    rows = task.data.train_rows
+    order = torch.randperm(len(rows), generator=torch_stream(seed, "fisher_merge"))
+    drawn = rows[order[:samples]]
+    information = squared_gradients(network, space.bind(network), task.eval_images, drawn)
+    return torch.cat([information, torch.zeros(space.size - space.trained)])
 
 
 def add_files(
-    files: Sequence[Path], scales: Sequence[float] | None, to: Path, half: bool = False, how: How | None = None
+    files: Sequence[Path],
+    scales: Sequence[float] | None,
+    to: Path,
+    half: bool = False,
+    rule: MergeRule | None = None,
 ) -> Edit:
-    """Edits of one base as one new file: their sum, or what a merging rule makes of them."""
-    edits, how = [task_file.load_edit(file) for file in files], how or How()
-    if how.rule != "sum" and scales and not (min(scales) >= 0 < sum(scales) < math.inf):
-        raise FedgraftError(f"--how {how.rule} is a mean, so --scales are weights: give none below 0, and not only 0.")
-    total = task.add_edits(edits, scales, merge=how.merge(edits))
-    task_file.save_edit(total, to, half)
-    return total
+    """Merge edits of one base into a new file, by default into their sum; return the merged edit."""
+    rule = rule or MergeRule()
+    edits = [edit_file.load_edit(file) for file in files]
+    if rule.rule != "sum" and scales:
+        are_weights = min(scales) >= 0 and 0 < sum(scales) < math.inf
+        if not are_weights:
+            raise FedgraftError(
+                "E-RUN-MERGE-SCALES",
+                f"--how {rule.rule} is a mean, so --scales are weights",
+                "give none below 0, and not only 0",
+                rule=rule.rule,
+            )
+    merged = task_vectors.add_edits(edits, scales, merge=rule.merge(edits))
+    edit_file.save_edit(merged, to, half)
+    return merged
 
 
 def sweep_on_run(edit: Edit, folder: Path, lambdas: Sequence[float]) -> list[tuple[float, Evaluation]]:
-    """Accuracy of base + lambda * edit on a run's validation images, with the head that run began with."""
-    found = adapted(folder)
-    rows, images = found.setup.task.data.validation_rows, found.setup.task.train_images
+    """Return the evaluation of base + lambda * edit on a run's validation images, with the head that run began with."""
+    run = adapted(folder)
+    rows = run.setup.task.data.validation_rows
+    images = run.setup.task.train_images
     if not len(rows):
-        raise FedgraftError(f"{folder} held out no validation images to choose a strength by; set data.validation.")
-    return task.sweep_scale(found.base(), edit, lambdas, lambda network: evaluate(network, images, rows))
+        raise FedgraftError(
+            "E-RUN-NO-VALIDATION",
+            f"{folder} held out no validation images to choose a strength by",
+            "set data.validation",
+            path=str(folder),
+        )
+    return task_vectors.sweep_scale(run.base(), edit, lambdas, lambda network: evaluate(network, images, rows))

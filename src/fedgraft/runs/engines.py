@@ -1,4 +1,4 @@
-"""How a run's orders are carried out: here in one way or another, or on other machines."""
+"""The engines of a run: which one carries out its requests, on this machine or on others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("fedgraft")
 
 
 class Remote(Protocol):
-    """An engine whose clients are on other machines, which must be told the edit space."""
+    """An engine whose clients are on other machines, to which the edit space must be sent."""
 
     memory: dict[int, ClientMemory]
     sent: int
@@ -44,20 +44,27 @@ class Engines:
     """Makes the engines of one run and ends their worker processes."""
 
     def __init__(self, setup: RunSetup, remote: Remote | None = None) -> None:
-        self.setup, self.remote = setup, remote
+        self.setup = setup
+        self.remote = remote
         self._pools: WeakSet[Pool] = WeakSet()
 
     def preparing(self, context: ClientContext) -> AnyEngine:
-        """An engine for what is asked before the first round; never batched."""
-        return self.remote if self.remote is not None else self._make(self.setup.algorithm, context, preparing=True)
+        """Return an engine for requests before the first round; never a batched one."""
+        if self.remote is not None:
+            return self.remote
+        return self._make(self.setup.algorithm, context, preparing=True)
 
     def training(self, algorithm: Algorithm, context: ClientContext) -> AnyEngine:
-        """The engine of the rounds, here."""
+        """Return the engine of the rounds on this machine."""
         choice = self.choice(algorithm, context)
-        log.info("engine: %s, %s", "batched" if choice.mode == "batched" else "reference", choice.why)
+        name = "reference"
+        if choice.mode == "batched":
+            name = "batched"
+        log.info("engine: %s, %s", name, choice.why)
         return self._make(algorithm, context)
 
     def _make(self, algorithm: Algorithm, context: ClientContext, preparing: bool = False) -> AnyEngine:
+        """Return the chosen engine; a pool is remembered so that its workers can be ended."""
         choice = self.choice(algorithm, context, preparing)
         if choice.mode == "batched":
             return Batched(algorithm, context)
@@ -68,33 +75,49 @@ class Engines:
         return pool
 
     def choice(self, algorithm: Algorithm, context: ClientContext, preparing: bool = False) -> Choice:
-        """How orders in this context are carried out."""
-        config, setup = self.setup.config, self.setup
-        wanted: Wanted = "reference" if preparing or config.engine == "flower-sim" else config.engine
-        obstacle = batching_obstacle(algorithm, context) if wanted != "reference" else None
-        on_cpu = setup.task.network.head.weight.device.type == "cpu"
-        work = math.inf if preparing else self._work(algorithm, context)
-        if context.examples.entry == setup.task.network.depth:
+        """Return how requests in this context are carried out."""
+        config = self.setup.config
+        network = self.setup.task.network
+        wanted: Wanted = "reference"
+        if not preparing and config.engine != "flower-sim":
+            wanted = config.engine
+        obstacle = None
+        if wanted != "reference":
+            obstacle = batching_obstacle(algorithm, context)
+        if context.examples.entry == network.depth:
             work = 0.0
-        return choose_engine(wanted, config.workers, obstacle, work, on_cpu, setup.federation.per_round)
+        elif preparing:
+            work = math.inf
+        else:
+            work = self._work(algorithm, context)
+        on_cpu = network.head.weight.device.type == "cpu"
+        return choose_engine(wanted, config.workers, obstacle, work, on_cpu, self.setup.federation.per_round)
 
     def _work(self, algorithm: Algorithm, context: ClientContext) -> float:
-        """Multiply-adds of a round, at least: every image meets each weight behind its entry. 0: the head's alone."""
-        network, rule, setup = self.setup.task.network, algorithm.local, self.setup
+        """Return the least multiply-adds of a round: each image is multiplied with every weight behind its entry."""
+        network = self.setup.task.network
+        federation = self.setup.federation
         entry = context.examples.entry
-        met = sum(p.numel() for name, p in network.named_parameters() if network.block_of(name) >= entry)
-        images = rule.batch_size * rule.steps_for(max(1, setup.task.data.total // setup.federation.clients))
-        return float(met * images * setup.federation.per_round)
+        weights = 0
+        for name, parameter in network.named_parameters():
+            if network.block_of(name) >= entry:
+                weights += parameter.numel()
+        images_per_client = max(1, self.setup.task.data.total // federation.clients)
+        images = algorithm.local.batch_size * algorithm.local.steps_for(images_per_client)
+        return float(weights * images * federation.per_round)
 
     def sums(self, context: ClientContext, clients: Sequence[int] | None = None) -> Sums:
-        """What asks this run's clients (or these) for sums before the first round, hidden where the run hides them."""
-        f, setup = self.setup.federation, self.setup
+        """Return what sums answers of these clients (default: all founders) before the first round.
+
+        The sums are hidden where the run hides its updates.
+        """
+        setup = self.setup
+        if clients is None:
+            clients = setup.federation.founders
         exchange = self.preparing(context).exchange
-        asking = Sums(
-            exchange, f.run, f.founders if clients is None else clients, setup.task.network, setup.algorithm.privacy
-        )
-        asking.example_counts = ExampleCounts(setup.task.data.sizes_by_client(), dealt=setup.task.data.rows_known)
-        return asking
+        sums = Sums(exchange, setup.federation.run, clients, setup.task.network, setup.algorithm.privacy)
+        sums.example_counts = ExampleCounts(setup.task.data.sizes_by_client(), dealt=setup.task.data.rows_known)
+        return sums
 
     def close(self) -> None:
         """End the worker processes that are left."""

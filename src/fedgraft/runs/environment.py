@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -35,8 +35,16 @@ PACKAGES = (
 """Packages whose version can change a result."""
 
 
-def facts() -> dict[str, Any]:
-    """Python, packages, processor, threads, revision of the source and the command line, ready for JSON."""
+def machine_facts() -> dict[str, Any]:
+    """Return Python, packages, processor, threads, revision of the source and the command line, ready for JSON."""
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+    packages = {}
+    for name in PACKAGES:
+        version = installed(name)
+        if version:
+            packages[name] = version
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -45,26 +53,35 @@ def facts() -> dict[str, Any]:
         "processor": processor(),
         "cores": cores(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": gpu,
         "revision": revision(),
-        "packages": {name: version for name in PACKAGES if (version := installed(name))},
+        "packages": packages,
     }
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What changed between two starts and may change the bytes of a result, one phrase each."""
-    found = [
-        f"{key} {before.get(key)} -> {now.get(key)}"
-        for key in ("python", "processor", "threads", "gpu", "revision")
-        if before.get(key) != now.get(key)
+    """Return what changed between two starts and may change the bytes of a result, one phrase each."""
+    facts_that_matter = ("python", "processor", "threads", "gpu", "revision")
+    packages_before = before.get("packages", {})
+    packages_now = now.get("packages", {})
+    return [
+        *_changes(facts_that_matter, before, now),
+        *_changes(PACKAGES, packages_before, packages_now),
     ]
-    old, new = before.get("packages", {}), now.get("packages", {})
-    return found + [f"{name} {old.get(name)} -> {new.get(name)}" for name in PACKAGES if old.get(name) != new.get(name)]
+
+
+def _changes(names: Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a phrase for each of these names whose value changed."""
+    changes = []
+    for name in names:
+        if before.get(name) != now.get(name):
+            changes.append(f"{name} {before.get(name)} -> {now.get(name)}")
+    return changes
 
 
 @cache
 def installed(package: str) -> str | None:
-    """The version of a package, without importing it; its metadata take longer to read than a small round to train."""
+    """Return the version of a package without importing it; cached, because reading metadata is slow."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -72,7 +89,7 @@ def installed(package: str) -> str | None:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name as the system gives it."""
+    """Return the name of the processor as the system reports it."""
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(errors="replace").splitlines():
             if line.startswith("model name"):
@@ -80,21 +97,27 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
-@cache  # what is loaded stays as it was when it was loaded
+@cache  # loaded modules stay as they were when they were loaded
 def revision(folder: Path | None = None) -> str | None:
-    """The git revision of the source, with `+changes` when files differ from it; None outside a checkout."""
-    folder = folder or Path(fedgraft.__file__).parent
+    """Return the git revision of the source, with `+changes` when files differ from it; None outside a checkout."""
+    if folder is None:
+        folder = Path(fedgraft.__file__).parent
     # A package installed inside some other checkout is not part of that checkout.
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     head = _git(folder, "rev-parse", "--short=12", "HEAD")
-    return head and head + ("+changes" if _git(folder, "status", "--porcelain", "--", ".") else "")
+    if head and _git(folder, "status", "--porcelain", "--", "."):
+        return f"{head}+changes"
+    return head
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    """Return the output of a git command; None if it fails or there is no git."""
     try:
         command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    if done.returncode != 0:
+        return None
+    return done.stdout.strip()

@@ -1,8 +1,8 @@
-"""The run folder: everything one run leaves behind, written so that a kill at any moment loses nothing that counts.
+"""The folder of a run, to be written: a kill at any moment loses nothing that a resumed run would not repeat.
 
-`run.json` says whose folder it is (the config's digest) and how the run stands; `metrics.jsonl` has one JSON object per
-round; a lock keeps a second process out. On resume the metrics are cut back to the checkpoint's round, so the
-finished file equals an unbroken run's except for the fields that hold times.
+`run.json` holds the config's digest and the status of the run; `metrics.jsonl` has one JSON object per round; a lock
+keeps a second process out. On resume the metrics are cut back to the checkpoint's round, so the finished file equals an
+unbroken run's except for the fields that hold times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import json_ready, logging_to, make_folder, repair, take_lock, write_text
+from fedgraft.core.files import json_ready, logging_to, make_folder, repair
+from fedgraft.core.store import LockTaken, locked, write_all, write_text
 from fedgraft.report.run_record import RunRecord
 
 if TYPE_CHECKING:
@@ -27,35 +28,42 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BEGINNINGS = {".lock", "config.toml", ".config.toml.tmp", ".run.json.tmp"}  # what a kill during `create` leaves
+_LEFT_BY_CREATE = {".lock", "config.toml", ".config.toml.tmp", ".run.json.tmp"}  # by a kill in the middle of it
 _SYNC_EVERY = 2.0  # seconds; a written line survives kill -9 at once, a power cut after this long
+_LOCK_TIMEOUT = 1.0  # seconds; those who only read take the lock for a moment
 
 
 class RunFolder(RunRecord):
-    """The folder of one run, to be written: everything that changes it happens inside `writing()`."""
+    """The folder of one run, to be written; everything that changes it happens inside `writing()`."""
 
     def __init__(self, path: Path | str) -> None:
         super().__init__(path)
         self._metrics: int | None = None  # file descriptor, while writing
         self._synced = 0.0
-        self._finished = False
+        self._end = ("interrupted", "")  # status and reason to record when writing ends without an error
 
     @classmethod
     def create(cls, path: Path | str, config_text: str, config_digest: str) -> RunFolder:
-        """Make the folder for this config, or return it if it is already this config's; another's is refused."""
+        """Return the folder of this config, made if need be; raise an error if it belongs to another one."""
         run = cls(path)
         make_folder(run.path, "--folder")
         with run._locked():
             if not (run.path / "run.json").exists():
-                if any(entry.name not in _BEGINNINGS for entry in run.path.iterdir()):
+                if any(entry.name not in _LEFT_BY_CREATE for entry in run.path.iterdir()):
                     raise FedgraftError(
-                        f"the folder {run.path} is not empty and holds no run; choose another run name."
+                        "E-RUN-FOLDER-TAKEN",
+                        f"the folder {run.path} is not empty and holds no run",
+                        "choose another run name",
+                        path=str(run.path),
                     )
                 write_text(run.path / "config.toml", config_text)
                 run._write_json("run.json", {"config_digest": config_digest, "status": "interrupted"})
             if run.config_digest != config_digest:
                 raise FedgraftError(
-                    f"the folder {run.path} belongs to a run of another config; choose another run name or delete it."
+                    "E-RUN-FOLDER-FOREIGN",
+                    f"the folder {run.path} belongs to a run of another config",
+                    "choose another run name or delete it",
+                    path=str(run.path),
                 )
             run.figures.mkdir(exist_ok=True)
             run.checkpoints.mkdir(exist_ok=True)
@@ -63,40 +71,40 @@ class RunFolder(RunRecord):
 
     @contextlib.contextmanager
     def writing(self, console: bool = True) -> Iterator[None]:
-        """Own the folder: lock it, log into it (and to `rich.get_console()`), and leave behind how the run ended."""
+        """Lock the folder, log into it (and to `rich.get_console()`), and record how the run ended."""
         with self._locked(), logging_to(self.path / "log.txt", console):
-            self._finished = False
+            self._end = ("interrupted", "")
             self._set_status("running")
-            self._note_environment()
+            self._record_environment()
             repair(self.metrics_path)
             self._metrics = os.open(self.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 yield
-            except (KeyboardInterrupt, SystemExit):  # told to end; Flower turns its signals into an exit
-                self._note_end("interrupted")
+            except (KeyboardInterrupt, SystemExit):  # Flower turns its signals into an exit
+                self._record_failure("interrupted")
                 raise
             except BaseException as error:
-                # Only a surprise needs its traceback; an error meant for people is one sentence.
-                log.error("the run failed: %s", error, exc_info=not isinstance(error, FedgraftError))
-                self._note_end("failed", f"{type(error).__name__}: {error}")
+                # Only an unexpected error needs its traceback; one for people is one sentence.
+                is_unexpected = not isinstance(error, FedgraftError)
+                log.error("the run failed: %s", error, exc_info=is_unexpected)
+                self._record_failure("failed", f"{type(error).__name__}: {error}")
                 raise
             else:
-                self._set_status("finished" if self._finished else "interrupted")
+                self._set_status(*self._end)
             finally:
                 os.close(self._metrics)
                 self._metrics = None
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Add one round to the metrics in one write; numbers JSON cannot hold (NaN, infinity) become null."""
-        view = memoryview(json.dumps(json_ready(line), separators=(",", ":")).encode() + b"\n")
+        data = json.dumps(json_ready(line), separators=(",", ":")).encode() + b"\n"
         descriptor = self._writable()
-        before = os.fstat(descriptor).st_size
+        size_before = os.fstat(descriptor).st_size
         try:
-            while view:
-                view = view[os.write(descriptor, view) :]
+            write_all(descriptor, data)
         except OSError as error:
-            os.ftruncate(descriptor, before)  # half a line would spoil the next one
-            raise self._full(error) from error
+            os.ftruncate(descriptor, size_before)  # half a line would spoil the next one
+            raise self._not_written(error) from error
         if time.monotonic() - self._synced > _SYNC_EVERY:
             self.sync()
 
@@ -105,93 +113,125 @@ class RunFolder(RunRecord):
         try:
             os.fsync(self._writable())
         except OSError as error:
-            raise self._full(error) from error
+            raise self._not_written(error) from error
         self._synced = time.monotonic()
 
     def rewind(self, round: int | None) -> None:
-        """Drop the metrics of later rounds than this one; None drops them all."""
-        kept = [] if round is None else [line for line in self.metrics() if line.get("round", 0) <= round]
-        old = self._writable()
-        write_text(self.metrics_path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept))
-        os.close(old)
+        """Remove the metrics of later rounds than this one; None removes them all."""
+        texts = []
+        for line in self.metrics():
+            if round is not None and line.get("round", 0) <= round:
+                texts.append(json.dumps(line, separators=(",", ":")) + "\n")
+        replaced = self._writable()
+        write_text(self.metrics_path, "".join(texts))
+        os.close(replaced)
         self._metrics = os.open(self.metrics_path, os.O_WRONLY | os.O_APPEND)
 
     def save_checkpoint(
         self, round: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], best: float | None = None
     ) -> Path:
-        """Store the state after a round, the metrics up to it first, bound to this folder's config."""
-        self.sync()
-        bound = {**meta, "config_digest": self.config_digest}
+        """Write a checkpoint of the state after a round, bound to this folder's config; metrics go to disk first."""
         from fedgraft.runs import checkpoint  # torch is not needed to look at a run
 
-        return checkpoint.save(self.checkpoints, round, tensors, bound, best=best)
+        self.sync()
+        meta = {**meta, "config_digest": self.config_digest}
+        return checkpoint.save(self.checkpoints, round, tensors, meta, best=best)
 
     def resume(self, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
-        """The newest good checkpoint, with the metrics cut back to its round; None means from the beginning."""
+        """Return the newest good checkpoint and cut the metrics back to its round; None means from the beginning."""
         from fedgraft.runs import checkpoint
 
-        found = checkpoint.load_latest(self.checkpoints, self.config_digest, check)
-        self.rewind(None if found is None else found.round)
-        return found
+        latest = checkpoint.load_latest(self.checkpoints, self.config_digest, check)
+        if latest is None:
+            self.rewind(None)
+        else:
+            self.rewind(latest.round)
+        return latest
 
     def mend(self) -> None:
-        """Let a finished run whose last checkpoint is gone or damaged be continued: the same bytes come again."""
+        """Let a finished run whose last checkpoint is missing or damaged be continued; it ends in the same bytes."""
         from fedgraft.runs import checkpoint
 
-        found = checkpoint.load_latest(self.checkpoints, self.config_digest)
-        if self.status == "finished" and (found is None or found.skipped):
+        latest = checkpoint.load_latest(self.checkpoints, self.config_digest)
+        if self.status == "finished" and (latest is None or latest.skipped):
             with self._locked():
                 self._set_status("interrupted")
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the final results; a run that ends without them counts as interrupted."""
+    def finish(self, summary: Mapping[str, Any], stopped: str = "") -> None:
+        """Write the final results; a run that ends without them counts as interrupted.
+
+        `stopped` is the reason of a callback that ended the run early; such a run can be continued.
+        """
         self.sync()
         self._write_json("summary.json", json_ready(summary))
-        self._finished = True
+        if stopped:
+            self._end = ("stopped", stopped)
+        else:
+            self._end = ("finished", "")
 
-    def _full(self, error: OSError) -> FedgraftError:
+    def _not_written(self, error: OSError) -> FedgraftError:
+        """Return the error for metrics that could not be written."""
         return FedgraftError(
-            f"{self.metrics_path} could not be written ({error.strerror}); make room and resume the run."
+            "E-RUN-METRICS-WRITE",
+            f"{self.metrics_path} could not be written ({error.strerror})",
+            "make room and resume the run",
+            path=str(self.metrics_path),
         )
 
-    def _note_end(self, status: str, reason: str = "") -> None:
-        """How a run ended that did not finish; where even that cannot be written it counts as interrupted."""
-        with contextlib.suppress(FedgraftError):  # what ended the run is what its user must read
+    def _record_failure(self, status: str, reason: str = "") -> None:
+        """Record how a run ended that did not finish; if that cannot be written, it counts as interrupted."""
+        with contextlib.suppress(FedgraftError):  # the error that ended the run is the one to report
             self._set_status(status, reason)
 
     def _writable(self) -> int:
+        """Return the descriptor of the metrics file."""
         if self._metrics is None:
-            raise FedgraftError(f"the run folder {self.path} is not open for writing; use `with folder.writing():`.")
+            raise FedgraftError(
+                "E-RUN-FOLDER-CLOSED",
+                f"the run folder {self.path} is not open for writing",
+                "use `with folder.writing():`",
+                path=str(self.path),
+            )
         return self._metrics
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            if not take_lock(descriptor):
-                owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+        """Hold the folder's lock; raise an error that names the process which has it."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.path / ".lock", _LOCK_TIMEOUT))
+            except LockTaken as error:
                 raise FedgraftError(
-                    f"the run folder {self.path} is in use by process {owner}; wait for it or choose another run name."
-                )
-            os.truncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                    "E-RUN-FOLDER-IN-USE",
+                    f"the run folder {self.path} is in use by process {error.owner}",
+                    "wait for it or choose another run name",
+                    path=str(self.path),
+                    process=error.owner,
+                ) from error
             yield
-        finally:
-            os.close(descriptor)
 
-    def _note_environment(self) -> None:
+    def _record_environment(self) -> None:
+        """Write the facts about this machine; a resumed run adds them to those of its first start."""
         from fedgraft.runs import environment
 
-        now, before = environment.facts(), self.environment()
-        if before:
-            before["resumed"] = [*before.get("resumed", []), now]
-            if changed := environment.differences(before, now):
-                log.warning("resumed on other ground, so the last bits may differ: %s", "; ".join(changed))
-        self._write_json("environment.json", before or now)
+        now = environment.machine_facts()
+        first = self.environment()
+        if not first:
+            self._write_json("environment.json", now)
+            return
+        changes = environment.differences(first, now)
+        if changes:
+            log.warning("resumed in another environment, so the last bits may differ: %s", "; ".join(changes))
+        first["resumed"] = [*first.get("resumed", []), now]
+        self._write_json("environment.json", first)
 
     def _set_status(self, status: str, reason: str = "") -> None:
+        """Write the status into run.json, with a reason where there is one."""
         state = {"config_digest": self.config_digest, "status": status}
-        self._write_json("run.json", {**state, "reason": reason} if reason else state)
+        if reason:
+            state["reason"] = reason
+        self._write_json("run.json", state)
 
     def _write_json(self, name: str, value: Any) -> None:
+        """Replace a JSON file of the folder."""
         write_text(self.path / name, json.dumps(value, indent=2) + "\n")

@@ -30,9 +30,9 @@ from fedgraft.metrics.evaluate import Evaluation
 from fedgraft.metrics.scores import predicted_classes
 from fedgraft.runs.closed_form import client_class_sums, cof_heads, ncm_head
 from fedgraft.runs.engines import Engines
-from fedgraft.runs.kept import kept_tensors
 from fedgraft.runs.open_run import claims_of
 from fedgraft.runs.setup import RunSetup
+from fedgraft.runs.tensor_cache import cached_tensors
 from fedgraft.server.collect import Engine
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import count_weights, expected_counts, valid_responses
@@ -198,6 +198,16 @@ class RemoteScorer:
         return [(evaluation.accuracy, evaluation.loss) for evaluation in evaluations]
 
 
+def no_images_error(split: str) -> FedgraftError:
+    """Return the error for a split of which no client holds an image."""
+    return FedgraftError(
+        "E-RUN-NO-IMAGES",
+        f"no client has {split} images to measure the model on",
+        "raise data.validation",
+        split=split,
+    )
+
+
 def sum_counts(responses: Sequence[Response], example_counts: ExampleCounts, split: str) -> list[Evaluation]:
     """Return the evaluation of each model from the clients' counts, (models, 4) each.
 
@@ -208,12 +218,7 @@ def sum_counts(responses: Sequence[Response], example_counts: ExampleCounts, spl
     for response in responses:
         total = total + response.sums["counts"] * weights[response.client]
     if not total[0, 3]:
-        raise FedgraftError(
-            "E-RUNS-NO-IMAGES",
-            f"no client has {split} images to measure the model on",
-            "raise data.validation",
-            split=split,
-        )
+        raise no_images_error(split)
     evaluations = []
     for right, near, loss, images in total:
         evaluations.append(Evaluation(float(loss / images), float(right / images), float(near / images), int(images)))
@@ -259,7 +264,7 @@ def install_head(setup: RunSetup, engines: Engines) -> InitialModel | None:
         head = _make_head(setup, sums, scorer)
         return {"head": head, "traffic": torch.tensor([sums.up, sums.down])}
 
-    cached = kept_tensors("heads", _head_recipe(setup), make, lambda: not sums.lost)
+    cached = cached_tensors("heads", _head_recipe(setup), make, lambda: not sums.lost)
     head = cached["head"]
     bytes_up, bytes_down = cached["traffic"].tolist()
     engines.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fedgraft.config.build import budget
 from fedgraft.config.load import Config, to_toml
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
@@ -21,7 +21,7 @@ from fedgraft.core.progress import phase, shown_by, watching
 from fedgraft.core.state import ServerState, from_tensors, to_tensors
 from fedgraft.local.memory import one_thread
 from fedgraft.report import representation_figures
-from fedgraft.runs.callbacks import Callback
+from fedgraft.runs.callbacks import Callback, Checkpoints, EarlyStopping, PrivacyBudget, StopRun
 from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
 from fedgraft.runs.folder import RunFolder
@@ -29,13 +29,14 @@ from fedgraft.runs.head_init import InitialModel, install, install_head, own_sta
 from fedgraft.runs.measure import Measure
 from fedgraft.runs.open_run import OpenRun, open_run
 from fedgraft.runs.personal_store import PersonalStore, first_models
-from fedgraft.runs.plan import check
-from fedgraft.runs.reporting import describe, keep_phases, keep_skipped, noted, report_run, summary_of
+from fedgraft.runs.plan import check_setup
+from fedgraft.runs.reporting import log_round, report_run, summary_of, write_phases, write_skipped
 from fedgraft.runs.round_log import RoundLog
-from fedgraft.runs.saving import Best, pack_run, protection_of, saved_edit
+from fedgraft.runs.saving import Best, pack_run, protection_label, saved_edit
 from fedgraft.runs.secrets import read_or_draw_secret, store_secret, without_cohort_size
-from fedgraft.runs.setup import RunSetup, setup_of
-from fedgraft.runs.tracking import PhaseFile, PhaseLog, Progress, Silent, Tracking
+from fedgraft.runs.setup import SECRET_BYTES, RunSetup, setup_of
+from fedgraft.runs.trackers import tracker_named
+from fedgraft.runs.tracking import PhaseFile, PhaseLog, Progress, ProgressDisplay, Silent
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import sample as server
 from fedgraft.server.round import RoundSummary, run_round
@@ -78,31 +79,49 @@ def run_setup(
         if finished and (folder / "report.html").exists():
             log.info("%s is already finished", folder)
             return RunFolder.create(folder, text, identity).summary(), None
-        secret = read_or_draw_secret(folder)
-        setup, remote = build(secret)
-        if finished:
+        if finished:  # only its report is missing, and nothing in a report follows from the secret
+            setup, _ = build(os.urandom(SECRET_BYTES))
             record = RunFolder.create(folder, text, identity)
             log.info("%s is already finished", folder)
             report_run(record, setup)
             return record.summary(), None
-        check(setup)
+        secret = read_or_draw_secret(folder)
+        setup, remote = build(secret)
+        check_setup(setup)
         record = RunFolder.create(folder, text, identity)
         store_secret(folder, secret, needed=bool(setup.federation.secret))
-        phases_seen = watching(PhaseLog(), PhaseFile(folder))
+        watchers = watching(PhaseLog(), PhaseFile(folder))
         # Closing the engines ends their workers: none outlives the run.
-        with record.writing(console=console), phases_seen, closing(Engines(setup, remote)) as engines:
+        with record.writing(console=console), watchers, closing(Engines(setup, remote)) as engines:
             running = _Run(setup, engines, record, progress or Silent(), callbacks, secret, wrap)
             summary = running.go()
         began = time.perf_counter()
         with phase("figures and report"):
             report_run(record, setup)
-        keep_phases(folder, {**running.phases, "figures and report": time.perf_counter() - began})
+        write_phases(folder, {**running.phases, "figures and report": time.perf_counter() - began})
         return summary, (setup, running.opened, running.state)
 
 
 def is_finished(folder: Path) -> bool:
     """Return whether a folder holds a finished run."""
     return (folder / "run.json").exists() and RunFolder.open(folder).status == "finished"
+
+
+def _first_stop(answers: Iterable[tuple[Callback, StopRun | None]]) -> StopRun | None:
+    """Return the first final stop, else the first stop, with the callback's name in its reason; None to go on.
+
+    Every callback is called, also behind one that stops: each sees every round.
+    """
+    stops = []
+    for callback, stop in answers:
+        if stop is not None and not stop.final:
+            stop = replace(stop, reason=f"{type(callback).__name__}: {stop.reason}")
+        if stop is not None:
+            stops.append(stop)
+    for stop in stops:
+        if stop.final:
+            return stop
+    return stops[0] if stops else None
 
 
 @dataclass(frozen=True)
@@ -129,7 +148,7 @@ class _Tally:
 
 
 class _Run:
-    """One running run, so that its steps can be read one by one."""
+    """A run under way: the steps of `go` as methods."""
 
     def __init__(
         self,
@@ -145,39 +164,69 @@ class _Run:
         self.config = setup.config
         self.engines = engines
         self.record = record
-        self.progress = progress
-        self.callbacks = callbacks
         self.remote = engines.remote
         self.secret = secret
         self.wrap = wrap
         self.tally = _Tally(Best())
+        self.stop: StopRun | None = None
+        """Why the run ends before its last round, once a callback has decided that."""
+        self.saved_round = -1
+        """The round of the last checkpoint."""
+        self.callbacks = self._all_callbacks(progress, callbacks)
         self.phases: dict[str, float] = {}
         """Seconds outside the rounds, since this process began."""
 
+    def _all_callbacks(self, progress: Progress, callbacks: Sequence[Callback]) -> list[Callback]:
+        """Return the callbacks of this run in the order in which they are called."""
+        options = self.config.rounds
+        every = options.checkpoint_every
+        if self.remote is not None:
+            every = 1  # clients on other machines change their memory every round: no checkpoint may fall behind
+        trackers = [tracker_named(name, self.record.path) for name in self.config.track.trackers]
+        return [
+            *trackers,
+            ProgressDisplay(progress),
+            *callbacks,
+            EarlyStopping(options.patience),
+            PrivacyBudget(self.setup),
+            Checkpoints(self._save, every, options.total),
+        ]
+
     def go(self) -> dict[str, Any]:
         """Do everything from the first round that is not done yet to the final test; return the summary."""
+        try:
+            summary = self._train_and_test()
+            self.record.finish(summary, stopped=summary.get("stopped", ""))
+        except BaseException:
+            for callback in self.callbacks:
+                callback.on_run_interrupted()
+            raise
+        for callback in self.callbacks:
+            callback.on_run_end(summary)
+        return summary
+
+    def _train_and_test(self) -> dict[str, Any]:
+        """Begin or resume, run the rounds, test the best model; return the summary."""
         checkpoint = self.record.resume(self._check_personal_store)
         last_round = None if checkpoint is None else checkpoint.round
         self.log = RoundLog(self.record.path, self.setup.identity, self.secret, last_round)
-        keep_skipped(self.record.path, self.setup.task.data)
-        with Tracking(self.config, self.record.path, last_round or 0) as track:
-            state = self._begin(track) if checkpoint is None else self._restore(checkpoint)
-            for warning in warnings_for(self.setup, self.opened, self.engines):
-                log.warning(warning)
-            self.progress.start(self.config.rounds.total, state.round, describe(self.setup, self.opened))
-            for callback in self.callbacks:
-                callback.on_start(self.setup, state)
-            self.state = self._rounds(state, track)
-            summary = self._finish(self.state)
-            track.summary = summary
-        self.record.finish(summary)
+        write_skipped(self.record.path, self.setup.task.data)
         for callback in self.callbacks:
-            callback.on_end(summary)
-        return summary
+            callback.on_run_start(self.setup, self.record.path, last_round or 0)
+        if checkpoint is None:
+            state = self._begin()
+        else:
+            state = self._restore(checkpoint)
+        for warning in warnings_for(self.setup, self.opened, self.engines):
+            log.warning(warning)
+        for callback in self.callbacks:
+            callback.on_training_start(self.setup, self.opened, state)
+        self.state = self._rounds(state)
+        return self._finish(self.state)
 
     # ---- before the first round
 
-    def _begin(self, track: Tracking) -> ServerState:
+    def _begin(self) -> ServerState:
         """Make the head, open the edit space, and measure the state before round 1: the start is on every curve."""
         began = time.perf_counter()
         algorithm = self.setup.algorithm
@@ -189,7 +238,7 @@ class _Run:
         measurement = self.measure.validation(state.vector, 0)
         line: dict[str, Any] = {"round": 0, "seconds": {}, **self.measure.line(measurement)}
         tally = self.tally
-        if algorithm.privacy.delivers_best_round:  # what private training did not make is not delivered
+        if algorithm.privacy.delivers_best_round:  # else only a model that private training made is delivered
             score = self.measure.score(measurement)
             tally = replace(tally, best=Best(measurement.plain.accuracy, score, 0, 0, state.vector))
         if self.remote is not None:
@@ -202,7 +251,8 @@ class _Run:
         log.info("head initialisation (%s) took %.1f s", self.config.head, self.tally.seconds)
         self.record.append(line)
         self.log.append(line, to_tensors(state, {})[0])
-        track.log(line)
+        for callback in self.callbacks:
+            callback.on_initial_evaluation(line, state)
         self._save(state)
         return state
 
@@ -212,7 +262,7 @@ class _Run:
         has_personal_models = Capability.PERSONAL_MODELS in self.setup.algorithm.provides
         on_disk = has_personal_models and megabytes > self.config.rounds.personal_memory_mb
         if on_disk:
-            log.info("the clients' models (%.0f MB) are kept on disk", megabytes)
+            log.info("the clients' models (%.0f MB) are stored on disk", megabytes)
         starts = own_starts(self.setup, self.engines, self.opened.space, initial)
         return first_models(self.record.path / "personal", len(state.vector), starts, on_disk)
 
@@ -232,41 +282,40 @@ class _Run:
 
     # ---- rounds
 
-    def _rounds(self, state: ServerState, track: Tracking) -> ServerState:
-        """Run rounds until all are done, none improves any more, or the privacy budget is spent."""
-        options = self.config.rounds
-        while state.round < options.total:
-            if options.patience and self.tally.best.stale >= options.patience:
-                log.info(
-                    "stopped after %d rounds: no improvement in %d evaluations", state.round, self.tally.best.stale
-                )
-                break
-            account = budget(self.config, self.setup.algorithm, state.round)
-            if account is not None and not account.can_spend():
-                log.warning("stopped after %d rounds: one more would exceed epsilon %g", state.round, account.target)
+    def _rounds(self, state: ServerState) -> ServerState:
+        """Run rounds until all are done or a callback stops the run."""
+        while state.round < self.config.rounds.total:
+            best = self.tally.best
+            self.stop = _first_stop((callback, callback.on_round_start(state, best)) for callback in self.callbacks)
+            if self.stop is not None:
                 break
             memories_before = dict(self.engine.memory)
             tally_before = self.tally
             try:
-                state = self._one_round(state, track)
+                state = self._one_round(state)
             except KeyboardInterrupt:  # half a round must not leave traces: save as it was before
                 self.engine.memory = memories_before
                 self.tally = tally_before
                 self._save(state)
                 raise
-            # What clients on other machines remember moves on every round, and the checkpoint must not fall behind.
-            every = options.checkpoint_every if self.remote is None else 1
-            is_best = self.tally.best.round == state.round
-            if state.round == options.total or state.round % every == 0 or is_best:
-                self._save(state)
+            for callback in self.callbacks:
+                callback.on_round_committed(state)
+            if self.stop is not None:
+                break
+        if state.round == self.config.rounds.total:
+            self.stop = None  # a stop after the last round is its usual end
+        if self.stop is not None:
+            log.info("stopped after %d rounds: %s", state.round, self.stop.reason)
+            if not self.stop.final and self.saved_round != state.round:
+                self._save(state)  # a run that is continued goes on from here
         if self.tally.unused:
             raise FedgraftError(
-                "E-RUNS-NOTHING-TRAINED",
+                "E-RUN-NOTHING-TRAINED",
                 f"nothing was trained: no answer of any round could be used, the last: {self.tally.unused}",
             )
         return state
 
-    def _one_round(self, state: ServerState, track: Tracking) -> ServerState:
+    def _one_round(self, state: ServerState) -> ServerState:
         """Run one round and its evaluation if one is due; write its line into the record."""
         began = time.perf_counter()
         setup = self.setup
@@ -276,21 +325,18 @@ class _Run:
             setup.algorithm, setup.federation, state, self.engine, self.opened.server_context
         )
         representation_figures.keep_mixing(self.record.path, self.config, summary)
-        line = noted(summary, new_state.round)
+        line = log_round(summary, new_state.round)
         is_due = bool(options.evaluate_every) and new_state.round % options.evaluate_every == 0
         if is_due or new_state.round == options.total:
             new_state = self._validate(new_state, line)
-        line |= self._traffic(traffic_before)  # all that crossed the wire, also what only a deployment sends
+        line |= self._traffic(traffic_before)  # all messages, also those that only a deployment sends
         self.tally = self.tally.with_bytes(line)
         line = without_cohort_size(line, setup.federation)
         self.tally = replace(self.tally, seconds=self.tally.seconds + time.perf_counter() - began)
         self.record.append(line)
         tensors, _ = to_tensors(new_state, {})
-        self.log.append(line, tensors, updates=summary.digests, protection=protection_of(setup.algorithm))
-        track.log(line)
-        self.progress.update(line)
-        for callback in self.callbacks:
-            callback.on_round_end(line, new_state)
+        self.log.append(line, tensors, updates=summary.digests, protection=protection_label(setup.algorithm))
+        self.stop = _first_stop((callback, callback.on_round_end(line, new_state)) for callback in self.callbacks)
         self._note_unused(summary, line)
         return new_state
 
@@ -306,7 +352,7 @@ class _Run:
             self.tally = replace(self.tally, unused=unused)
         if skipped and reasons and all("finite" in reason for reason in reasons.values()):
             raise FedgraftError(
-                "E-RUNS-DIVERGED",
+                "E-RUN-DIVERGED",
                 f"training diverged in round {line['round']}: every client's update is infinite or not a number",
                 "lower local.lr (fedgraft find-lr finds one) or set local.clip",
                 round=line["round"],
@@ -323,7 +369,7 @@ class _Run:
         }
 
     def _validate(self, state: ServerState, line: dict[str, Any]) -> ServerState:
-        """Measure on validation images, remember the best, and let clients test themselves where asked."""
+        """Measure on validation images, remember the best, and let clients test themselves if configured."""
         began = time.perf_counter()
         measurement = self.measure.validation(state.vector, state.round)
         line |= self.measure.line(measurement)
@@ -331,10 +377,12 @@ class _Run:
         score = self.measure.score(measurement)
         improved = score > best.score + self.config.rounds.min_delta
         stale = 0 if improved else best.stale + 1
-        # Under differential privacy nothing chooses: the model after the last round is what the account speaks of.
+        # Under differential privacy nothing is chosen: the account is about the model after the last round.
         if score > best.score or not self.setup.algorithm.privacy.delivers_best_round:
             best = Best(measurement.plain.accuracy, score, state.round, 0, state.vector)
         self.tally = replace(self.tally, best=replace(best, stale=stale))
+        for callback in self.callbacks:
+            callback.on_evaluation(line, state, self.tally.best)
         if self.config.personal.evaluate == "always":
             line["personal"], _ = self.measure.personal(state)
         line["seconds"] = {**line["seconds"], "evaluate": time.perf_counter() - began}
@@ -351,6 +399,8 @@ class _Run:
         lines = self.record.metrics()
         summary = summary_of(self.setup, self.opened, state, self.tally.best, lines)
         summary |= tested
+        if self.stop is not None and not self.stop.final:
+            summary["stopped"] = self.stop.reason
         summary["seconds"] = self.tally.seconds
         summary |= self.measure.served(state, delivered)
         self.tally = self.tally.with_bytes(self._traffic(traffic_before))
@@ -375,11 +425,14 @@ class _Run:
         if store is not None:
             meta["personal"] = store.sealed()
         score_if_best = best.score if best.round == state.round else None
-        self.record.save_checkpoint(state.round, tensors, meta, best=score_if_best)
+        path = self.record.save_checkpoint(state.round, tensors, meta, best=score_if_best)
+        self.saved_round = state.round
         if store is not None:
             store.release(self.record.checkpoints)
         seconds = time.perf_counter() - began
         self.phases["checkpoints"] = self.phases.get("checkpoints", 0.0) + seconds
+        for callback in self.callbacks:
+            callback.on_checkpoint(path, state)
 
     def _check_personal_store(self, checkpoint: Checkpoint) -> None:
         """Open the personal models on disk that a checkpoint names, or refuse it."""
@@ -397,6 +450,7 @@ class _Run:
         self._open(saved_edit(tensors))
         state, memories = from_tensors(checkpoint.round, tensors, meta)
         self.engine.memory = dict(memories)
+        self.saved_round = checkpoint.round
         best = Best(**meta["best"], vector=tensors.get("best/vector"))
         totals = meta["totals"]
         self.tally = _Tally(best, totals["bytes_up"], totals["bytes_down"], float(meta["seconds"]), meta["unused"])

@@ -1,6 +1,6 @@
 """Figures about what was trained: density by layer and by kind of tensor, overlap of masks, accuracy and traffic.
 
-Every run is seen as a mask over all parameters of its network, so runs of different scopes can be laid side by side.
+Every run is treated as a mask over all parameters of its network, so runs of different scopes can be compared.
 Low-rank factors choose no coordinates; such runs appear only where accuracy is drawn.
 """
 
@@ -16,18 +16,16 @@ from torch import Tensor
 
 from fedgraft.core.messages import unpack_bits
 from fedgraft.core.space import EditSpace
-from fedgraft.edit.lora import adapter_layers as adapters
+from fedgraft.edit.lora import adapter_layers
 from fedgraft.edit.masks import Mask, density_by, overlap
 from fedgraft.models.network import VisionNetwork
 from fedgraft.report.figures import bars, curves, heatmap, scatter_front
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.folder import RunFolder
 
-_SHARE = "Share of weights that are trained"
-
 
 @dataclass(frozen=True)
-class Seen:
+class MaskedRun:
     """One run as the figures need it."""
 
     label: str
@@ -35,107 +33,169 @@ class Seen:
     network: VisionNetwork
     mask: Mask | None
     """Over every parameter of the network; None for low-rank factors."""
-    own: Mapping[str, Tensor] = field(default_factory=dict)
+    client_masks: Mapping[str, Tensor] = field(default_factory=dict)
     """The clients' own masks over the space, where they differ."""
 
 
 def figures_of_runs(runs: Sequence[Path], out: Path) -> list[Path]:
-    """Draw every figure these runs have the data for; returns the files."""
+    """Draw every figure these runs have the data for; return the files."""
     folders = [RunFolder.open(path) for path in runs]
-    seen = [_see(folder) for folder in folders]
-    names = _distinct([one.label for one in seen], [folder.path.name for folder in folders])
-    seen = [replace(one, label=name) for name, one in zip(names, seen, strict=True)]
-    return [*_densities([s for s in seen if s.mask is not None], out), *_overlaps(seen, out), *_results(seen, out)]
+    opened = [_open(folder) for folder in folders]
+    labels = _distinct([run.label for run in opened], [folder.path.name for folder in folders])
+    labelled = [replace(run, label=label) for label, run in zip(labels, opened, strict=True)]
+    return [
+        *_density_figures(labelled, out),
+        *_overlap_figures(labelled, out),
+        *_validation_figures(labelled, out),
+        *_traffic_figures(labelled, out),
+    ]
 
 
-def _see(folder: RunFolder) -> Seen:
+def _open(folder: RunFolder) -> MaskedRun:
+    """Return the masks of a run."""
     run = adapted(folder.path)
-    space, stored = run.opened.space, run.opened.trainable.stored
-    mask = None if adapters(run.network) else whole_mask(run.network, space)
-    bits = {name.removeprefix("own/"): value for name, value in stored.items() if name.startswith("own/")}
-    own = {f"client {k}": unpack_bits(value, space.trained) for k, value in bits.items()}
-    return Seen(run.setup.algorithm.trainable.label, folder, run.network, mask, own)
+    space = run.opened.space
+    mask = None
+    if not adapter_layers(run.network):
+        mask = whole_mask(run.network, space)
+    client_masks = {}
+    for name, bits in run.opened.trainable.stored.items():
+        if name.startswith("own/"):
+            client_masks[f"client {name.removeprefix('own/')}"] = unpack_bits(bits, space.trained)
+    return MaskedRun(run.setup.algorithm.trainable.label, folder, run.network, mask, client_masks)
 
 
 def _distinct(labels: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Labels where they tell the runs apart, else the folders' names, else numbered ones."""
-    chosen = list(labels) if len(set(labels)) == len(labels) else list(names)
-    return chosen if len(set(chosen)) == len(chosen) else [f"{name} ({i})" for i, name in enumerate(chosen, 1)]
+    """Return the labels if they tell the runs apart, else the folders' names, else numbered ones."""
+    if len(set(labels)) == len(labels):
+        return list(labels)
+    if len(set(names)) == len(names):
+        return list(names)
+    return [f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
 def whole_mask(network: VisionNetwork, space: EditSpace) -> Mask:
-    """The trained coordinates of a space as a mask over every parameter of the network."""
-    mask = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in network.named_parameters()}
+    """Return the trained coordinates of a space as a mask over every parameter of the network."""
+    mask = {}
+    for name, parameter in network.named_parameters():
+        mask[name] = torch.zeros(parameter.shape, dtype=torch.bool)
     for part in space.parts:
         flat = mask[part.name].view(-1)
-        flat[slice(None) if part.index is None else part.index] = True
+        if part.index is None:
+            flat[:] = True
+        else:
+            flat[part.index] = True
     return Mask(mask)
 
 
 def layer_name(network: VisionNetwork, name: str) -> str:
-    """The layer of a parameter, in words."""
+    """Return the layer of a parameter in words."""
     block = network.block_of(name)
-    return {-1: "embeddings", network.depth: "final norm", network.depth + 1: "head"}.get(block, f"block {block}")
+    special = {-1: "embeddings", network.depth: "final norm", network.depth + 1: "head"}
+    return special.get(block, f"block {block}")
 
 
-def _densities(seen: Sequence[Seen], out: Path) -> list[Path]:
-    """Percent that is trained, by layer and by kind of tensor."""
-    if not seen:
+def _density_figures(runs: Sequence[MaskedRun], out: Path) -> list[Path]:
+    """Draw the percentage of weights that is trained, by layer and by kind of tensor."""
+    by_layer: dict[str, dict[str, float]] = {}
+    by_kind: dict[str, dict[str, float]] = {}
+    for run in runs:
+        if run.mask is not None:
+            by_layer[run.label] = _layer_density(run.network, run.mask)
+            kind_of = run.network.layer_kind
+            by_kind[run.label] = _density(run.mask, kind_of, kind_of)
+    if not by_layer:
         return []
-    layers = {s.label: _percent(s, lambda n, s=s: layer_name(s.network, n), s.network.block_of) for s in seen}  # type: ignore[misc]
-    kinds = {s.label: _percent(s, s.network.layer_kind, s.network.layer_kind) for s in seen}
-    trained = {kind for group in kinds.values() for kind, share in group.items() if share}
-    kinds = {label: {k: share for k, share in group.items() if k in trained} for label, group in kinds.items()}
     return [
-        bars(out / f"density_by_{file}.png", groups, xlabel=what, ylabel="trained (%)", title=f"{_SHARE}, by {what}")
-        for file, what, groups in (("layer", "layer", layers), ("kind", "kind of tensor", kinds))
+        _density_figure(out / "density_by_layer.png", by_layer, "layer"),
+        _density_figure(out / "density_by_kind.png", _trained_groups(by_kind), "kind of tensor"),
     ]
 
 
-def _percent(one: Seen, group_of: Callable[[str], object], order: Callable[[str], Any]) -> dict[str, float]:
-    """Density of each group in percent, groups in order."""
-    assert one.mask is not None
-    ordered = dict.fromkeys(group_of(name) for name in sorted(one.mask, key=order))
-    found = density_by(one.mask, group_of)
-    return {str(group): 100 * found[group] for group in ordered}
+def _density_figure(file: Path, groups: Mapping[str, Mapping[str, float]], dimension: str) -> Path:
+    """Draw the percentage of weights that is trained by groups of one dimension."""
+    title = f"Share of weights that are trained, by {dimension}"
+    return bars(file, groups, xlabel=dimension, ylabel="trained (%)", title=title)
 
 
-def _overlaps(seen: Sequence[Seen], out: Path) -> list[Path]:
-    """Jaccard index between runs of one network, and between the clients of each run with masks of their own."""
-    made = []
-    masks = {s.label: s.mask for s in seen if s.mask is not None}
-    if len(masks) > 1 and len({str(mask.shapes) for mask in masks.values()}) == 1:
-        made.append(_overlap(out / "overlap_of_runs.png", masks, "Overlap of what the runs train"))
-    for s in seen:
-        if s.own:
-            own = {name: Mask({"space": bits}) for name, bits in s.own.items()}
-            file = out / f"overlap_of_clients_{s.folder.path.name}.png"
-            made.append(_overlap(file, own, "Overlap of the clients' masks"))
-    return made
+def _layer_density(network: VisionNetwork, mask: Mask) -> dict[str, float]:
+    """Return the density of each layer in percent, from the first to the head."""
+    return _density(mask, lambda name: layer_name(network, name), network.block_of)
 
 
-def _overlap(file: Path, masks: Mapping[str, Mask], title: str) -> Path:
-    names = (list(masks), list(masks))
-    return heatmap(file, overlap(list(masks.values())).numpy(), title=title, scale="Jaccard index", labels=names)
+def _density(mask: Mask, group_of: Callable[[str], object], order: Callable[[str], Any]) -> dict[str, float]:
+    """Return the density of each group in percent, groups in order."""
+    densities = density_by(mask, group_of)
+    ordered = {}
+    for name in sorted(mask, key=order):
+        group = group_of(name)
+        ordered[str(group)] = 100 * densities[group]
+    return ordered
 
 
-def _results(seen: Sequence[Seen], out: Path) -> list[Path]:
-    """Validation accuracy and loss over rounds, and test accuracy against traffic for runs that are finished."""
-    made = []
+def _trained_groups(by_label: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the densities without the groups that no run trains."""
+    trained: set[str] = set()
+    for densities in by_label.values():
+        trained.update(group for group, percent in densities.items() if percent)
+    rest = {}
+    for label, densities in by_label.items():
+        rest[label] = {group: percent for group, percent in densities.items() if group in trained}
+    return rest
+
+
+def _overlap_figures(runs: Sequence[MaskedRun], out: Path) -> list[Path]:
+    """Draw the Jaccard index between runs of one network, and between the clients of each run with own masks."""
+    files = []
+    masks = {run.label: run.mask for run in runs if run.mask is not None}
+    networks = {str(mask.shapes) for mask in masks.values()}
+    if len(masks) > 1 and len(networks) == 1:
+        files.append(_overlap_figure(out / "overlap_of_runs.png", masks, "Overlap of what the runs train"))
+    for run in runs:
+        if run.client_masks:
+            client_masks = {name: Mask({"space": bits}) for name, bits in run.client_masks.items()}
+            file = out / f"overlap_of_clients_{run.folder.path.name}.png"
+            files.append(_overlap_figure(file, client_masks, "Overlap of the clients' masks"))
+    return files
+
+
+def _overlap_figure(file: Path, masks: Mapping[str, Mask], title: str) -> Path:
+    """Draw the Jaccard index of each pair of masks."""
+    labels = (list(masks), list(masks))
+    return heatmap(file, overlap(list(masks.values())).numpy(), title=title, scale="Jaccard index", labels=labels)
+
+
+def _validation_figures(runs: Sequence[MaskedRun], out: Path) -> list[Path]:
+    """Draw validation accuracy and loss over rounds."""
+    files = []
     for key, ylabel, factor in (("accuracy", "validation accuracy (%)", 100), ("loss", "validation loss", 1)):
-        lines = {s.label: [line for line in s.folder.metrics() if line.get(key) is not None] for s in seen}
-        series = {n: ([x["round"] for x in f], [factor * x[key] for x in f]) for n, f in lines.items() if f}
+        series = {}
+        for run in runs:
+            lines = [line for line in run.folder.metrics() if line.get(key) is not None]
+            if lines:
+                rounds = [line["round"] for line in lines]
+                series[run.label] = (rounds, [factor * line[key] for line in lines])
         if series:
             title = f"Validation {key} by what is trained"
-            made.append(curves(out / f"{key}_by_round.png", series, xlabel="round", ylabel=ylabel, title=title))
+            files.append(curves(out / f"{key}_by_round.png", series, xlabel="round", ylabel=ylabel, title=title))
+    return files
+
+
+def _traffic_figures(runs: Sequence[MaskedRun], out: Path) -> list[Path]:
+    """Draw test accuracy against traffic for runs that are finished."""
     points = {}
-    for s in seen:
-        summary = s.folder.summary()
-        sent = (summary.get("bytes_up", 0) + summary.get("bytes_down", 0)) / 1e6
-        if sent and "test" in summary:
-            points[s.label] = (sent, 100 * summary["test"]["accuracy"])
-    if points:
-        title, xlabel, ylabel = "Accuracy against traffic", "megabytes up and down", "test accuracy (%)"
-        file = out / "accuracy_by_traffic.png"
-        made.append(scatter_front(file, points, title=title, xlabel=xlabel, ylabel=ylabel))
-    return made
+    for run in runs:
+        summary = run.folder.summary()
+        megabytes = (summary.get("bytes_up", 0) + summary.get("bytes_down", 0)) / 1e6
+        if megabytes and "test" in summary:
+            points[run.label] = (megabytes, 100 * summary["test"]["accuracy"])
+    if not points:
+        return []
+    file = scatter_front(
+        out / "accuracy_by_traffic.png",
+        points,
+        title="Accuracy against traffic",
+        xlabel="megabytes up and down",
+        ylabel="test accuracy (%)",
+    )
+    return [file]

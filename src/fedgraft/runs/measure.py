@@ -23,7 +23,7 @@ from fedgraft.core.protocols import Examples
 from fedgraft.core.state import ServerState
 from fedgraft.metrics import metrics, scores
 from fedgraft.metrics.evaluate import Evaluation, evaluate_with_sums, evaluation_of
-from fedgraft.runs.head_init import sum_counts
+from fedgraft.runs.head_init import no_images_error, sum_counts
 from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.setup import RunSetup
 from fedgraft.server.collect import Engine
@@ -183,10 +183,10 @@ class Measure:
         setup = self.setup
         asking = Sums(self.engine.exchange, setup.federation.run, clients, setup.task.network, setup.algorithm.privacy)
         # Clients serve each number once, and a resumed run repeats it.
-        asking.requested = 2 * round + (split == "test")
+        asking.sums_requested = 2 * round + (split == "test")
         sums = asking.ask(action_named("scores"), vector, {"split": split})
         if not sums["confusion"].sum():
-            raise _no_images(split)
+            raise no_images_error(split)
         self.summed.clear()
         measurement = Measurement(evaluation_of(sums), sums)
         self.summed[key] = measurement
@@ -310,7 +310,7 @@ def validated_sums(response: Response, classes: int) -> dict[str, Tensor]:
         tensor = response.sums.get(name)
         if tensor is None or not scores.is_plausible_sum(name, tensor, classes):
             raise FedgraftError(
-                "E-RUNS-METRIC-SUMS",
+                "E-RUN-METRIC-SUMS",
                 f"inconsistent metric sums: {name!r} of client {response.client} cannot be",
                 "let its node run the same version of fedgraft",
                 client=response.client,
@@ -319,20 +319,11 @@ def validated_sums(response: Response, classes: int) -> dict[str, Tensor]:
     images = sums["confusion"].sum()
     if not (sums["histogram"].sum((0, 2)) == images).all() or sums["calibration"][0].sum() != images:
         raise FedgraftError(
-            "E-RUNS-METRIC-IMAGES",
+            "E-RUN-METRIC-IMAGES",
             f"inconsistent metric sums: client {response.client} counted different images for different metrics",
             client=response.client,
         )
     return sums
-
-
-def _no_images(split: str) -> FedgraftError:
-    return FedgraftError(
-        "E-RUNS-NO-IMAGES",
-        f"no client has {split} images to measure the model on",
-        "raise data.validation",
-        split=split,
-    )
 
 
 def accuracy_spread(responses: Sequence[Response]) -> dict[str, float]:

@@ -1,7 +1,6 @@
-"""Opening a run: the edit space on its network, and with it everything that needs to know what trains.
+"""Opening a run: the edit space on its network, and with it everything that depends on which coordinates train.
 
-`open_run` asks the clients where the trainable kind has to (a mask is calibrated), or takes what was saved. The result
-is whole: no part of it works only later.
+`open_run` sends requests to the clients if the trainable kind has to (a mask is calibrated), or takes what was saved.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from fedgraft.edit.trainable import TrainableSetup, layer_ranges
 from fedgraft.local.features import block_of, hidden, layer_names
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs.engines import Engines
-from fedgraft.runs.kept import PartialSum, kept_tensors
 from fedgraft.runs.setup import RunSetup
+from fedgraft.runs.tensor_cache import PartialSum, cached_tensors
 from fedgraft.server.collect import ServerContext
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import expected_mask, masks_of_usual_share, valid_responses
@@ -75,7 +74,7 @@ def open_run(
     saved: Mapping[str, Tensor] | None = None,
     probe: FeatureExamples | None = None,
 ) -> OpenRun:
-    """Open the edit space of a run. Without engines nobody is asked, so `saved` must hold what the kind needs."""
+    """Open the edit space of a run. Without engines no client is involved, so `saved` must hold what the kind needs."""
     task = setup.task
     config = setup.config
     network = task.network
@@ -83,7 +82,9 @@ def open_run(
     weight = network.head.weight.detach()
     bias = network.head.bias.detach()[:, None]
     head = torch.cat([weight, bias], 1).cpu().clone()
-    ask = None if engines is None else FederationAsk(setup, engines)
+    ask = None
+    if engines is not None:
+        ask = FederationAsk(setup, engines)
     counts, saved = _class_counts(setup, engines, saved)
     trainable = algorithm.trainable.open(network, ask, saved)
     if counts is not None:
@@ -102,6 +103,16 @@ def open_run(
         log.info("update-norm matching: the learning rate is raised %.2f times", rate_factor)
     entry = task.entry_for(space.first_block(network), config)
     validation_rows = task.data.validation_rows
+    private_start = None
+    if private is not None:
+        private_start = private.gather(network)
+    if probe is None:
+        probe = make_probe(setup, entry)
+    else:
+        probe = _placed(probe, probe_entry(setup, entry))
+    origin = None
+    if algorithm.download is not None:
+        origin = space.gather(network)
     context = ClientContext(
         network,
         space,
@@ -111,9 +122,9 @@ def open_run(
         tests=task.at_entry(task.test_images, entry),
         test_rows=task.data.test_rows,
         private=private,
-        private_start=None if private is None else private.gather(network),
-        probe=make_probe(setup, entry) if probe is None else _placed(probe, probe_entry(setup, entry)),
-        origin=space.gather(network) if algorithm.download is not None else None,
+        private_start=private_start,
+        probe=probe,
+        origin=origin,
         sends_buffers=trainable.sends_buffers,
         held=lambda client: validation_rows,
         class_counts=counts,
@@ -137,128 +148,150 @@ def open_run(
 
 
 def claims_of(data: FederatedData) -> ExampleCounts:
-    """What the server knows or was told of the numbers of the clients' images."""
+    """Return the number of images of each client, as far as the server knows or was told."""
     return ExampleCounts(data.sizes_by_client(), dealt=data.rows_known)
 
 
 def _class_counts(
     setup: RunSetup, engines: Engines | None, saved: Mapping[str, Tensor] | None
 ) -> tuple[Tensor | None, Mapping[str, Tensor] | None]:
-    """The federation's class counts, where clients need them: asked for, or as saved; and the rest of what was saved.
+    """Return the federation's class counts where clients need them, and what else was saved.
 
-    Under secure aggregation only their sum is opened.
+    They are summed over the clients, or taken from what was saved. Under secure aggregation only their sum is opened.
     """
     if Capability.CLASS_COUNTS not in setup.algorithm.requires:
         return None, saved
     if saved is not None:
-        return saved[COUNTS], {name: tensor for name, tensor in saved.items() if name != COUNTS}
+        others = dict(saved)
+        counts = others.pop(COUNTS)
+        return counts, others
     assert engines is not None
-    return engines.sums(setup.scoring_context).ask(action_named("class_counts"))["counts"], None
+    sums = engines.sums(setup.scoring_context).ask(action_named("class_counts"))
+    return sums["counts"], None
 
 
 class FederationAsk:
-    """Asks the clients of a setup on behalf of a trainable kind, and keeps what was made from their answers."""
+    """Sends requests to the clients on behalf of a trainable kind, and caches what is made of the answers."""
 
     def __init__(self, setup: RunSetup, engines: Engines) -> None:
         self.setup = setup
         self.engines = engines
-        self.seed, self.clients, self.examples = setup.config.seed, setup.federation.clients, setup.task.data.total
+        self.seed = setup.config.seed
+        self.clients = setup.federation.clients
+        self.examples = setup.task.data.total
         self._sums = engines.sums(setup.scoring_context)
-        self._begun: list[PartialSum] = []
+        self._partial_sums: list[PartialSum] = []
 
     def sums(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[str, Tensor]:
-        """The clients' answers, added up by name; hidden where the run hides them."""
-        begun = None
+        """Return the sums of the clients' answers by name; hidden where the run hides them."""
+        partial_sum = None
         if self.setup.task.data.rows_known:  # else nobody here knows whether the clients' data is still the same
-            told = json.dumps([self.setup.federation.clients, action, dict(settings)], sort_keys=True)
-            begun = PartialSum("edits", [*identity_of(self.setup), told], vector)
-            self._begun.append(begun)
-        return self._sums.ask(action_named(action), vector, settings, begun)
+            request = json.dumps([self.setup.federation.clients, action, dict(settings)], sort_keys=True)
+            partial_sum = PartialSum("edits", [*calibration_identity(self.setup), request], vector)
+            self._partial_sums.append(partial_sum)
+        return self._sums.ask(action_named(action), vector, settings, partial_sum)
 
     def each(
         self, action: str, vector: Tensor, settings: Mapping[str, Scalar], coordinates: int
     ) -> Mapping[int, Mapping[str, Tensor]]:
-        """The mask over so many coordinates that every client answers by itself."""
-        asked = self._sums
-        requests = [Request(asked.run, -1, k, action, "", vector, {}, dict(settings)) for k in asked.clients]
+        """Return the mask over so many coordinates that each client answers by itself."""
+        sums = self._sums
+        requests = []
+        for client in sums.clients:
+            requests.append(Request(sums.run, -1, client, action, "", vector, {}, dict(settings)))
         expected = expected_mask(requests, claims_of(self.setup.task.data), coordinates)
-        responses = masks_of_usual_share(valid_responses(asked.exchange, requests, expected))
+        responses = masks_of_usual_share(valid_responses(sums.exchange, requests, expected))
         return {response.client: response.evidence for response in responses}
 
     def cached(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """What this machine kept from making the same for the same network and data, else what `make` gives now."""
-        found = kept_tensors("edits", [*identity_of(self.setup), *recipe], make, lambda: not self._sums.lost)
-        for begun in self._begun:
-            begun.forget()
-        return found
+        """Return what `make` computes, or what it computed before on this machine from the same network and data."""
+        identity = [*calibration_identity(self.setup), *recipe]
+        tensors = cached_tensors("edits", identity, make, lambda: not self._sums.lost)
+        for partial_sum in self._partial_sums:
+            partial_sum.forget()
+        return tensors
 
 
-def identity_of(setup: RunSetup) -> list[str]:
-    """What a result of the clients' data and the whole network depends on."""
+def calibration_identity(setup: RunSetup) -> list[str]:
+    """Return everything that a result of the clients' data and the whole network depends on."""
     task = setup.task
-    hidden = [
+    return [
+        digest(task.network),
+        *task.data.identity,
+        task.transform.digest,
+        str(setup.config.seed),
         *setup.left_out,
-        *setup.algorithm.privacy.identity_words(),
-    ]  # rounded sums give other last bits
-    return [digest(task.network), *task.data.identity, task.transform.digest, str(setup.config.seed), *hidden]
+        *setup.algorithm.privacy.identity_words(),  # rounded sums give other last bits
+    ]
 
 
 def probe_entry(setup: RunSetup, entry: int) -> int:
-    """Where a probe enters: as late as the clients' images do, and before every layer that is looked at."""
+    """Return where a probe enters: as late as the clients' images, and before every layer that is compared."""
     layers = setup.algorithm.weighting.options.get("layers", ())
-    return min([entry, *(block_of(name) for name in layer_names(setup.task.network, layers))])
+    blocks = [block_of(name) for name in layer_names(setup.task.network, layers)]
+    return min([entry, *blocks])
 
 
 def _placed(probe: FeatureExamples, entry: int) -> FeatureExamples:
-    """A probe that came without saying where it enters."""
+    """Return a probe from another machine, which came without its entry."""
     return FeatureExamples(probe.features, probe.labels, entry)
 
 
 def _probe(setup: RunSetup, entry: int, count: int, purpose: str, *place: int) -> FeatureExamples:
-    """So many validation images, drawn for this place, computed up to where they enter."""
-    rows, images = (
-        setup.task.data.validation_rows,
-        setup.task.at_entry(setup.task.eval_images, probe_entry(setup, entry)),
-    )
-    picked = rows[torch.randperm(len(rows), generator=torch_stream(setup.config.seed, purpose, *place))[:count]]
-    return FeatureExamples(images.batch(picked), images.labels[picked], images.entry)
+    """Return `count` validation images, drawn for this purpose and place, computed up to their entry."""
+    rows = setup.task.data.validation_rows
+    images = setup.task.at_entry(setup.task.eval_images, probe_entry(setup, entry))
+    order = torch.randperm(len(rows), generator=torch_stream(setup.config.seed, purpose, *place))
+    drawn = rows[order[:count]]
+    return FeatureExamples(images.batch(drawn), images.labels[drawn], images.entry)
 
 
 def make_probe(setup: RunSetup, entry: int) -> FeatureExamples | None:
-    """Validation images that every client has, row by row, where an algorithm compares representations."""
-    return _probe(setup, entry, setup.probe_size, "probe") if setup.probe_size else None
+    """Return the validation images that all clients have in common where an algorithm compares representations."""
+    if not setup.probe_size:
+        return None
+    return _probe(setup, entry, setup.probe_size, "probe")
 
 
 def align(setup: RunSetup, context: ClientContext, answers: Answers, entry: int) -> Tensor:
-    """Server-side alignment: SVCCA by layer of each submitted update, on a secret probe, another one each round."""
-    a = setup.algorithm.weighting.options
-    probe = _probe(setup, entry, int(a["probe"]), "secret_probe", answers.round)
+    """Return the alignment of each update with the common model, (updates, layers): SVCCA on a secret probe.
+
+    Another probe is drawn in every round.
+    """
+    options = setup.algorithm.weighting.options
+    probe = _probe(setup, entry, int(options["probe"]), "secret_probe", answers.round)
     assert answers.start is not None
     context.release()
 
     def bases(vector: Tensor) -> list[Tensor]:
+        """Return a basis of the representations of each layer under this model."""
         context.space.scatter(vector, context.network)
-        return [basis_of(x, int(a["keep"]), int(a["sketch"])) for x in hidden(context.network, a["layers"], probe)]
+        representations = hidden(context.network, options["layers"], probe)
+        return [basis_of(x, int(options["keep"]), int(options["sketch"])) for x in representations]
 
     before = bases(answers.start)
-    scores = []
+    rows = []
     for update in answers.updates:
         after = bases(answers.start + update)
-        scores.append([svcca_of_bases(x, y, int(a["top"])).value for x, y in zip(after, before, strict=True)])
-    found = torch.tensor(scores, dtype=torch.float64)
-    # A layer without direction is aligned with nothing; where that is the common model's, nobody can be told apart.
-    return torch.ones_like(found) if found.isnan().all() else found.nan_to_num(0.0)
+        rows.append([svcca_of_bases(x, y, int(options["top"])).value for x, y in zip(after, before, strict=True)])
+    scores = torch.tensor(rows, dtype=torch.float64)
+    # A layer without direction is aligned with nothing; if the common model's layers have none, all updates are equal.
+    if scores.isnan().all():
+        return torch.ones_like(scores)
+    return scores.nan_to_num(0.0)
 
 
 def norm_ratio(network: VisionNetwork, space: EditSpace, examples: Examples, rows: Tensor) -> float:
-    """‖dense gradient‖ over ‖gradient on the space‖ for one batch, both over the body's and the space's tensors."""
-    whole = select(network, lambda name: network.block_of(name) <= network.depth, buffers=False)
+    """Return the norm of the whole body's gradient over that of the space's, for one batch; at least 1."""
+    body = select(network, lambda name: network.block_of(name) <= network.depth, buffers=False)
     norms = []
-    for one in (whole, space):
-        bound = one.bind(network)
+    for trained in (body, space):
+        bound = trained.bind(network)
         network.eval()
         device = next(network.parameters()).device
         logits = network(examples.batch(rows).to(device), examples.entry)
         cross_entropy(logits, examples.labels[rows].to(device)).backward()
         norms.append(float(torch.linalg.vector_norm(bound.gradient())))
-    return max(1.0, norms[0] / norms[1]) if norms[1] > 0 else 1.0
+    if not norms[1] > 0:
+        return 1.0
+    return max(1.0, norms[0] / norms[1])

@@ -1,4 +1,4 @@
-"""Labels, scores and metrics by a run's model or by an exported folder, through the very pixels of training."""
+"""Labels, scores and metrics by a run's model or by an exported folder, with the preprocessing of training."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Examples
 from fedgraft.data.examples import examples_of
+from fedgraft.data.labelled import Labelled
 from fedgraft.data.pixels.rule import Unreadable
 from fedgraft.data.pixels.transforms import Transform, rule_for
 from fedgraft.data.sources import Dataset, open_path
@@ -41,23 +42,24 @@ class Prediction:
     error: str = ""
 
     def top(self, count: int) -> list[tuple[str, float]]:
-        """The most likely classes with their scores, best first; equal scores in the order of the classes."""
-        return sorted((self.scores or {}).items(), key=lambda pair: (-pair[1], pair[0] != self.label))[:count]
+        """Return the most likely classes with their scores, best first; equal scores in the order of the classes."""
+        pairs = (self.scores or {}).items()
+        return sorted(pairs, key=lambda pair: (-pair[1], pair[0] != self.label))[:count]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A model on labelled images: every metric, by its name or as `name:class`, and what was left out."""
+class ModelMetrics:
+    """A model on labelled images: every metric, by its name or as `name:class`, and the images that were left out."""
 
     count: int
     metrics: Mapping[str, Metric | None]
     classes: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...] = ()
-    """Where each image is that cannot be read, and why."""
+    """The place of each image that cannot be read, and the reason."""
 
     @property
     def accuracy(self) -> float:
-        """The share of images that are right."""
+        """The share of images whose class is predicted."""
         return self._value("accuracy")
 
     @property
@@ -71,8 +73,11 @@ class Measured:
         return self._value("log_loss")
 
     def _value(self, name: str) -> float:
-        found = self.metrics[name]
-        return float("nan") if found is None else found.value
+        """Return the value of a metric; NaN where it is undefined."""
+        metric = self.metrics[name]
+        if metric is None:
+            return float("nan")
+        return metric.value
 
 
 @dataclass(frozen=True)
@@ -84,118 +89,168 @@ class Predictor:
     transform: Transform
 
     def __call__(self, images: Iterable[str | Path]) -> list[Prediction]:
-        """A prediction for each image, in order; an image that cannot be read is named, the others go on."""
-        found: list[Prediction] = []
+        """Return a prediction for each image, in order; one that cannot be read has an error instead."""
+        predictions: list[Prediction] = []
         batch: list[tuple[str, np.ndarray]] = []
         for image in images:
             try:
                 batch.append((str(image), self.transform.rule.read(Path(image))))
             except (Unreadable, OSError) as error:
-                found += self._predict(batch)
+                predictions += self._predict(batch)
                 batch = []
-                found.append(Prediction(str(image), error=str(getattr(error, "reason", error))))
+                reason = getattr(error, "reason", error)
+                predictions.append(Prediction(str(image), error=str(reason)))
             if len(batch) == BATCH:
-                found += self._predict(batch)
+                predictions += self._predict(batch)
                 batch = []
-        return found + self._predict(batch)
+        return predictions + self._predict(batch)
 
     def _predict(self, batch: Sequence[tuple[str, np.ndarray]]) -> list[Prediction]:
+        """Return the predictions for a batch of decoded images."""
         if not batch:
             return []
         pixels = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
         logits = evaluate_batch(self.network, self.transform(pixels), self.network)
-        rows = logits.softmax(1).cpu()
+        probabilities = logits.softmax(1).cpu()
         # By the logits: probabilities may round to the same number where logits differ.
         likeliest = scores.predicted_classes(logits.float()).tolist()
-        found = []
-        for (image, _), row, best in zip(batch, rows, likeliest, strict=True):
-            every = dict(zip(self.classes, map(float, row), strict=True))
-            found.append(Prediction(image, self.classes[best], float(row[best]), every))
-        return found
+        predictions = []
+        for (image, _), row, best in zip(batch, probabilities, likeliest, strict=True):
+            by_class = dict(zip(self.classes, map(float, row), strict=True))
+            predictions.append(Prediction(image, self.classes[best], float(row[best]), by_class))
+        return predictions
 
-    def measure(self, examples: Examples, skipped: Sequence[tuple[str, str]] = ()) -> Measured:
-        """Every metric of this model on these images."""
-        total = len(self.classes)
+    def measure(self, examples: Examples, skipped: Sequence[tuple[str, str]] = ()) -> ModelMetrics:
+        """Return every metric of this model on these images."""
+        classes = len(self.classes)
 
-        def counted(rows: Tensor) -> dict[str, Tensor]:
-            seen = evaluate_batch(self.network, examples.batch(rows), lambda x: self.network(x, examples.entry))
-            return scores.count_scores(seen.float().cpu(), examples.labels[rows], total)
+        def batch_sums(rows: Tensor) -> dict[str, Tensor]:
+            """Return the sums for metrics over one batch."""
+            logits = evaluate_batch(self.network, examples.batch(rows), lambda x: self.network(x, examples.entry))
+            return scores.count_scores(logits.float().cpu(), examples.labels[rows], classes)
 
-        sums = scores.merge_scores((counted(rows) for rows in torch.arange(len(examples)).split(BATCH)), total)
-        return Measured(len(examples), compute(sums, self.classes), tuple(self.classes), tuple(skipped))
+        batches = torch.arange(len(examples)).split(BATCH)
+        sums = scores.merge_scores(map(batch_sums, batches), classes)
+        return ModelMetrics(len(examples), compute(sums, self.classes), tuple(self.classes), tuple(skipped))
 
-    def evaluate(self, data: Dataset | str | Path) -> Measured:
-        """The metrics on labelled images, however few: those of `test` where the data has such a part, else all.
+    def evaluate(self, data: Dataset | str | Path) -> ModelMetrics:
+        """Return the metrics on labelled images: those of `test` where the data has such a part, else all.
 
-        Data whose classes this model does not know is refused; images that cannot be read are left out and named.
+        Data with a class that this model does not know is refused; images that cannot be read are left out and listed.
         """
-        opened = data if isinstance(data, Dataset) else open_path(data, test_share=0.0)
-        whole = opened.test if len(opened.test) else opened.train
-        known = {name: place for place, name in enumerate(self.classes)}
-        if strange := sorted(set(np.asarray(whole.classes)[np.unique(whole.labels)].tolist()) - set(known)):
-            raise FedgraftError(
-                f"{data if isinstance(data, str | Path) else 'the data'} holds the class {strange[0]!r}, which the "
-                f"model does not know: {', '.join(known)[:200]}"
-            )
-        skipped: list[tuple[str, str]] = list(opened.skipped)
-        examples = examples_of(readable(whole, skipped, self.transform.rule), self.transform)
-        places = torch.tensor([known.get(name, -1) for name in whole.classes])
-        examples.labels = places[examples.labels]
+        name = "the data"
+        if isinstance(data, Dataset):
+            dataset = data
+        else:
+            name = str(data)
+            dataset = open_path(data, test_share=0.0)
+        labelled = dataset.test if len(dataset.test) else dataset.train
+        outputs = {class_name: output for output, class_name in enumerate(self.classes)}
+        self._check_classes(labelled, name)
+        skipped: list[tuple[str, str]] = list(dataset.skipped)
+        examples = examples_of(readable(labelled, skipped, self.transform.rule), self.transform)
+        output_of_label = torch.tensor([outputs.get(class_name, -1) for class_name in labelled.classes])
+        examples.labels = output_of_label[examples.labels]
         return self.measure(examples, skipped)
+
+    def _check_classes(self, labelled: Labelled, name: str) -> None:
+        """Refuse images of a class that the model does not know."""
+        present = np.asarray(labelled.classes)[np.unique(labelled.labels)].tolist()
+        unknown = sorted(set(present) - set(self.classes))
+        if unknown:
+            raise FedgraftError(
+                "E-RUN-UNKNOWN-CLASS",
+                f"{name} holds the class {unknown[0]!r}, which the model does not know: "
+                f"{', '.join(self.classes)[:200]}",
+                label=unknown[0],
+            )
 
 
 def predictor(source: Path | str) -> Predictor:
-    """What predicts: a run folder, or a folder that `transformers` loads."""
+    """Return the predictor of a run folder, or of a folder that `transformers` loads."""
     folder = Path(source)
     if (folder / "run.json").is_file():
-        found = adapted(folder, data=False)
-        return Predictor(found.network, found.classes, found.setup.task.transform)
+        run = adapted(folder, data=False)
+        return Predictor(run.network, run.classes, run.setup.task.transform)
     if (folder / "adapter_config.json").is_file():
         raise FedgraftError(
-            f"{folder} is an adapter, which peft loads on its base as its README.md says; for a folder that works by "
-            "itself use: fedgraft export RUN FOLDER --as merged"
+            "E-RUN-PREDICT-ADAPTER",
+            f"{folder} is an adapter, which peft loads on its base as its README.md says",
+            "for a folder that works by itself use: fedgraft export RUN FOLDER --as merged",
+            path=str(folder),
         )
     if not (folder / "config.json").is_file():
-        raise FedgraftError(f"{folder} is neither a run nor an exported model; name one of the two.")
+        raise FedgraftError(
+            "E-RUN-PREDICT-SOURCE",
+            f"{folder} is neither a run nor an exported model",
+            "name one of the two",
+            path=str(folder),
+        )
     network = load_network(folder, None)
-    names = json.loads((folder / "config.json").read_text()).get("id2label", {})
-    classes = [names.get(str(i), f"class {i}") for i in range(network.classes)]
-    return Predictor(network, classes, Transform(rule_for(network), (), tuple(network.mean), tuple(network.std)))  # type: ignore[arg-type]
+    labels = json.loads((folder / "config.json").read_text()).get("id2label", {})
+    classes = [labels.get(str(index), f"class {index}") for index in range(network.classes)]
+    transform = Transform(rule_for(network), (), tuple(network.mean), tuple(network.std))  # type: ignore[arg-type]
+    return Predictor(network, classes, transform)
 
 
-def evaluate_run(source: Path | str, data: Dataset | Path | str | None = None) -> Measured:
-    """A run's or an exported model's metrics on labelled images; a run's own test images where none are given."""
+def evaluate_run(source: Path | str, data: Dataset | Path | str | None = None) -> ModelMetrics:
+    """Return the metrics of a run's or an exported model on labelled images, by default on the run's test images."""
     if data is not None:
         return predictor(source).evaluate(data)
     if not (Path(source) / "run.json").is_file() and (Path(source) / "config.json").is_file():
-        raise FedgraftError(f"{source} is a model without images of its own; name a folder of some with --data.")
-    found = adapted(RunFolder.open(source).path)
-    if found.setup.task.data.blind:
-        raise FedgraftError(f"the images of {source} are on its nodes; name a folder of others with --data.")
-    task = found.setup.task
-    return Predictor(found.network, found.classes, task.transform).measure(task.test_images)
+        raise FedgraftError(
+            "E-RUN-EVALUATE-NO-IMAGES",
+            f"{source} is a model without images of its own",
+            "name a folder of some with --data",
+            path=str(source),
+        )
+    run = adapted(RunFolder.open(source).path)
+    task = run.setup.task
+    if task.data.blind:
+        raise FedgraftError(
+            "E-RUN-EVALUATE-REMOTE",
+            f"the images of {source} are on its nodes",
+            "name a folder of others with --data",
+            path=str(source),
+        )
+    return Predictor(run.network, run.classes, task.transform).measure(task.test_images)
 
 
 def files_of(patterns: str | Path | Iterable[str | Path]) -> list[Path]:
-    """The files that names, folders and patterns stand for, each folder's images in sorted order."""
+    """Return the files that names, folders and patterns stand for, each folder's images in sorted order."""
+    if isinstance(patterns, str | Path):
+        patterns = [patterns]
+    files: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_dir():
+            files += _images_in(path)
+        elif path.exists():
+            files.append(path)
+        else:
+            files += _matches(path)
+    return files
+
+
+def _images_in(folder: Path) -> list[Path]:
+    """Return the images below a folder, sorted."""
     from PIL import Image
 
     endings = set(Image.registered_extensions())
-    found: list[Path] = []
-    for pattern in [patterns] if isinstance(patterns, str | Path) else patterns:
-        path = Path(pattern).expanduser()
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file())
-            if not inside:
-                raise FedgraftError(f"the folder {pattern} holds no images.")
-            found += inside
-        elif path.exists():
-            found.append(path)
-        else:
-            matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207
-            if not matches:
-                raise FedgraftError(
-                    f"there is no image {pattern}; give files, folders or patterns such as 'new/*.png'."
-                )
-            found += [match for match in matches if match.is_file()]
-    return found
+    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings and path.is_file())
+    if not images:
+        raise FedgraftError("E-RUN-PREDICT-EMPTY", f"the folder {folder} holds no images", path=str(folder))
+    return images
+
+
+def _matches(pattern: Path) -> list[Path]:
+    """Return the files that match a pattern, sorted."""
+    paths = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))  # noqa: PTH207
+    if not paths:
+        raise FedgraftError(
+            "E-RUN-PREDICT-MISSING",
+            f"there is no image {pattern}",
+            "give files, folders or patterns such as 'new/*.png'",
+            path=str(pattern),
+        )
+    return [path for path in paths if path.is_file()]

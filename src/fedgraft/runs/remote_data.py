@@ -19,11 +19,13 @@ from fedgraft.server.example_counts import ExampleCounts
 
 @dataclass(frozen=True)
 class RemoteData(FederatedData):
-    """What a server knows of data that others hold."""
+    """The data of clients on other machines, as far as their server knows it."""
 
     rows_known = False
     sizes: Mapping[int, int] = field(default_factory=dict)
+    """Training images by client, as the clients reported them."""
     digests: tuple[str, ...] = ()
+    """Digests of the clients' data."""
 
     @property
     def blind(self) -> bool:  # type: ignore[override]
@@ -32,17 +34,18 @@ class RemoteData(FederatedData):
 
     @property
     def total(self) -> int:
-        """Training images of all clients, as they say."""
+        """Training images of all clients, as they reported them."""
         return max(1, sum(self.sizes.values()))
 
     @property
     def largest(self) -> int:
-        """Most training images that a client counts for: of the one with most, as far as its word is good."""
+        """Most training images that a client counts for; what clients report is capped."""
         example_counts = ExampleCounts(self.sizes, dealt=False)
-        return max(1, *(int(example_counts.counted(size)) for size in self.sizes.values()))
+        counted = [int(example_counts.counted(size)) for size in self.sizes.values()]
+        return max(1, *counted)
 
     def sizes_by_client(self) -> dict[int, int]:
-        """What clients said when they were greeted."""
+        """Return the training images by client, as the clients reported them when they joined."""
         return dict(self.sizes)
 
     @property
@@ -51,12 +54,12 @@ class RemoteData(FederatedData):
         return [self.dataset.train.digest, *self.digests]
 
     def test_rows(self, client: int) -> Tensor:
-        """Unknown here: every client may have some, so everyone is asked."""
+        """Return one row for any client: each may have test images, so a request is sent to each."""
         return torch.zeros(1, dtype=torch.int64)
 
 
 def absent_data(config: Config, classes: Sequence[str]) -> RemoteData:
-    """What is left of a federation's data when its nodes are gone: the names of the classes, in their order."""
+    """Return a federation's data when its nodes are gone: only the names of the classes, in their order."""
     return data_held_elsewhere(config, empty_dataset(config, classes), {0: 0}, ())
 
 
@@ -69,8 +72,8 @@ def empty_dataset(config: Config, classes: Sequence[str]) -> Dataset:
 
 def data_held_elsewhere(config: Config, own: Dataset, sizes: Mapping[int, int], digests: tuple[str, ...]) -> RemoteData:
     """Return the server's view of clients with so many images each; `own` are the server's own images."""
-    none = np.zeros(config.partition.clients + 1, np.int64)
-    rows = np.zeros(0, np.int64)
-    partition = Partition("elsewhere", rows, rows, none, rows, none, rows)
-    held = np.arange(len(own.train.labels))
-    return RemoteData(own, held[:0], held, partition, sizes, digests)
+    no_bounds = np.zeros(config.partition.clients + 1, np.int64)
+    no_rows = np.zeros(0, np.int64)
+    partition = Partition("elsewhere", no_rows, no_rows, no_bounds, no_rows, no_bounds, no_rows)
+    validation = np.arange(len(own.train.labels))
+    return RemoteData(own, validation[:0], validation, partition, sizes, digests)

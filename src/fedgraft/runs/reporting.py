@@ -1,4 +1,4 @@
-"""What a finished run shows: its figures, its report, where its seconds and megabytes went."""
+"""What a run writes about itself: its report, its summary, its phases, and the description of its plan."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_text
 from fedgraft.core.state import ServerState
+from fedgraft.core.store import write_text
 from fedgraft.data.federated import FederatedData
 from fedgraft.report.run_page import write_report
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.open_run import OpenRun
-from fedgraft.runs.saving import Best, account_of, selected
+from fedgraft.runs.saving import Best, account_of, selected_score
 from fedgraft.runs.setup import RunSetup
 from fedgraft.server.round import RoundSummary
 
@@ -25,52 +25,91 @@ log = logging.getLogger("fedgraft")
 PHASES_FILE = "phases.json"
 
 
-def keep_phases(folder: Path, seconds: Mapping[str, float]) -> None:
-    """Note what is no part of a round, and the most memory this process and its largest child process held."""
-    peaks = {"this process": resource.RUSAGE_SELF, "largest child process": resource.RUSAGE_CHILDREN}
-    memory = {name: resource.getrusage(who).ru_maxrss / 1024 for name, who in peaks.items()}
-    write_text(folder / PHASES_FILE, json.dumps({"seconds": dict(seconds), "megabytes": memory}, indent=2) + "\n")
+def write_phases(folder: Path, seconds: Mapping[str, float]) -> None:
+    """Write the seconds outside the rounds, and the most memory this process and its largest child process held."""
+    megabytes = {
+        "this process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "largest child process": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024,
+    }
+    record = {"seconds": dict(seconds), "megabytes": megabytes}
+    write_text(folder / PHASES_FILE, json.dumps(record, indent=2) + "\n")
 
 
 def report_run(record: RunFolder, setup: RunSetup) -> None:
-    """The report of a finished run."""
+    """Write the report of a finished run."""
+    data = setup.task.data
     try:
-        data = setup.task.data
         write_report(record.path, partition=data.histogram(), classes=data.dataset.classes, clients=data.client_names)
     except OSError as error:
         raise FedgraftError(
+            "E-RUN-REPORT-WRITE",
             f"the run is finished and its results are stored, but its report could not be written "
-            f"({error.strerror}) in {record.path}; make room and run it again, which only draws."
+            f"({error.strerror}) in {record.path}",
+            "make room and run it again, which only draws",
+            path=str(record.path),
         ) from error
 
 
-def describe(setup: RunSetup, opened: OpenRun) -> str:
-    """One line for the log: what trains, who takes part, how it is carried out."""
-    f, space, network, entry = setup.federation, opened.space, setup.task.network, opened.context.examples.entry
-    below = "features" if entry == network.depth else f"blocks 1 to {entry} of {network.depth}"
-    mode = f"{below} computed once" if entry else "from pixels"
-    mode = mode if network.depth else "on given features"
-    total = sum(p.numel() for p in network.parameters())
-    kind = "one model"
+def setup_line(setup: RunSetup, opened: OpenRun) -> str:
+    """Return one line for the log: what trains, who takes part, from where images enter."""
+    federation = setup.federation
+    total = _parameters(setup)
+    models = "one model"
     if Capability.PERSONAL_MODELS in setup.algorithm.provides:
-        kind = "one model per client"
-    left = f" ({len(f.without)} left out)" if f.without else ""
+        models = "one model per client"
+    left_out = ""
+    if federation.without:
+        left_out = f" ({len(federation.without)} left out)"
     return (
-        f"{setup.algorithm.name}: {space.trained:,} of {total:,} weights train, "
-        f"{f.per_round} of {f.clients} clients a round{left}, {f.rounds} rounds, {kind}, {mode}, {rates(setup, opened)}"
+        f"{setup.algorithm.name}: {opened.space.trained:,} of {total:,} weights train, "
+        f"{federation.per_round} of {federation.clients} clients a round{left_out}, {federation.rounds} rounds, "
+        f"{models}, {_entry(setup, opened)}, {rates(setup, opened)}"
     )
 
 
+def _entry(setup: RunSetup, opened: OpenRun) -> str:
+    """Return where images enter the network: as pixels, or as outputs of blocks that are computed once."""
+    depth = setup.task.network.depth
+    entry = opened.context.examples.entry
+    if not depth:
+        return "on given features"
+    if not entry:
+        return "from pixels"
+    if entry == depth:
+        return "features computed once"
+    return f"blocks 1 to {entry} of {depth} computed once"
+
+
+def _parameters(setup: RunSetup) -> int:
+    """Return the number of weights of the network."""
+    return sum(parameter.numel() for parameter in setup.task.network.parameters())
+
+
+def rates(setup: RunSetup, opened: OpenRun) -> str:
+    """Return the learning rates as they are, whether they were configured or chosen by default."""
+    rate = setup.algorithm.lr * opened.server_context.rate_factor
+    head_factor = setup.algorithm.local.head_lr
+    if head_factor is None:
+        return f"rate {rate:.3g}"
+    return f"rate {rate:.3g}, the head's {rate * head_factor:.3g}"
+
+
 def facts_of(data: FederatedData) -> dict[str, Any]:
-    """What the card of a model may say about its data: no path, no names of owners."""
-    told = {"name": data.dataset.name, "images": data.total, "clients": data.clients, "classes": data.classes}
-    return {**told, "skipped": len(data.dataset.skipped)}
+    """Return what the card of a model may say about its data: no path, no names of owners."""
+    return {
+        "name": data.dataset.name,
+        "images": data.total,
+        "clients": data.clients,
+        "classes": data.classes,
+        "skipped": len(data.dataset.skipped),
+    }
 
 
-def keep_skipped(folder: Path, data: FederatedData) -> None:
+def write_skipped(folder: Path, data: FederatedData) -> None:
     """List the images that could not be read and were left out, one a line, in `skipped.txt`."""
     if data.dataset.skipped:
-        write_text(folder / "skipped.txt", "".join(f"{place}\t{why}\n" for place, why in data.dataset.skipped))
+        lines = [f"{place}\t{reason}\n" for place, reason in data.dataset.skipped]
+        write_text(folder / "skipped.txt", "".join(lines))
 
 
 FEW = 100
@@ -78,61 +117,75 @@ FEW = 100
 
 
 def note_of(start: float | None, best: Best, rounds: int, private: bool, images: int = 0) -> dict[str, str]:
-    """A sentence for the first line of the result where no round beat the start; nothing where one did.
+    """Return a sentence for the first line of the result where no round beat the start; empty where one did.
 
-    `images` is how many validation images that was seen on, 0 where they are elsewhere.
+    `images` is the number of validation images, 0 where clients on other machines hold them.
     """
-    if not rounds or start is None or not (best.round == 0 or (private and 0 <= best.accuracy <= start)):
+    if not rounds or start is None:
         return {}
-    seen = f"{round(start * images):,} of {images:,} validation images" if images else "on validation images"
-    told = f"no round beat the model that the run began with ({100 * start:.1f} %{', ' if images else ' '}{seen})"
-    then = "so that one is delivered"
+    is_worse_than_start = private and 0 <= best.accuracy <= start
+    if best.round != 0 and not is_worse_than_start:
+        return {}
+    if images:
+        measured = f", {round(start * images):,} of {images:,} validation images"
+    else:
+        measured = " on validation images"
+    result = f"no round beat the model that the run began with ({100 * start:.1f} %{measured})"
+    delivered = "so that one is delivered"
     if private:
-        then = f"which private training did not make, so the model after round {best.round} is delivered"
-    return {"note": f"{told}, {then}; {_hint(start, private, images)}."}
+        delivered = f"which private training did not make, so the model after round {best.round} is delivered"
+    return {"note": f"{result}, {delivered}; {_hint(start, private, images)}."}
 
 
 def _hint(start: float, private: bool, images: int) -> str:
-    """What may help where no round beat the start."""
+    """Return what may help where no round beat the start."""
+    has_few_images = 0 < images < FEW
     if start == 1 and not private:
-        few = "so few images: add some, or take it as it is:" if 0 < images < FEW else "these images:"
-        return f"it has nothing left to gain on {few} rounds.total=0 delivers it at once"
+        subject = "these images:"
+        if has_few_images:
+            subject = "so few images: add some, or take it as it is:"
+        return f"it has nothing left to gain on {subject} rounds.total=0 delivers it at once"
     hint = "try another learning rate (fedgraft find-lr), more rounds, or a stronger network (model.name)"
-    if 0 < images < FEW:
+    if has_few_images:
         point = f"one image is {100 / images:.1f} points here, too few to tell rounds apart"
         return f"{point}: add images or hold out more (data.validation=0.3); or {hint}"
     return hint
 
 
-def rates(setup: RunSetup, opened: OpenRun) -> str:
-    """The learning rates as they are, whoever chose them."""
-    lr, head = setup.algorithm.lr * opened.server_context.rate_factor, setup.algorithm.local.head_lr
-    return f"rate {lr:.3g}" if head is None else f"rate {lr:.3g}, the head's {lr * head:.3g}"
-
-
 def summary_of(
     setup: RunSetup, opened: OpenRun, state: ServerState, best: Best, lines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What summary.json says of a finished run but for its test, its traffic and its time."""
-    config, algorithm, data = setup.config, setup.algorithm, setup.task.data
-    start = next((line["accuracy"] for line in lines if line["round"] == 0), None)
-    judged = 0 if data.blind or config.select != "accuracy" else len(setup.judging_rows)
+    """Return what summary.json says of a run but for its test, its traffic and its time."""
+    config = setup.config
+    algorithm = setup.algorithm
+    data = setup.task.data
+    start = None
+    for line in lines:
+        if line["round"] == 0:
+            start = line["accuracy"]
+            break
+    validation_images = 0
+    if not data.blind and config.select == "accuracy":
+        validation_images = len(setup.judging_rows)
+    is_private = not algorithm.privacy.delivers_best_round
     summary = {
         "kind": config.kind,
-        "validation": {"accuracy": best.accuracy, **selected(config.select, best)},
+        "validation": {"accuracy": best.accuracy, **selected_score(config.select, best)},
         "best_round": best.round,
         "rounds": state.round,
-        "edited": {"coordinates": opened.space.trained, "of": sum(p.numel() for p in setup.task.network.parameters())},
+        "edited": {"coordinates": opened.space.trained, "of": _parameters(setup)},
         "start": start,
         "data": facts_of(data),
-        **note_of(start, best, state.round, not algorithm.privacy.delivers_best_round, judged),
+        **note_of(start, best, state.round, is_private, validation_images),
         **account_of(config, algorithm, state.round, lines),
     }
-    return summary if data.rows_known else {**summary, "classes": list(data.dataset.classes)}
+    if not data.rows_known:
+        summary["classes"] = list(data.dataset.classes)
+    return summary
 
 
-def noted(summary: RoundSummary, round: int) -> dict[str, Any]:
-    """A round's line, after telling the log who was dropped and why nothing changed."""
+def log_round(summary: RoundSummary, round: int) -> dict[str, Any]:
+    """Log which clients were dropped and why nothing changed; return the round's line."""
     for rejection in summary.rejections:
         log.warning("round %d: client %d dropped: %s", round, rejection.client, rejection.reason)
     if summary.record.get("skipped"):

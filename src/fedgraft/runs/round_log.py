@@ -2,8 +2,8 @@
 
 One JSON line per round: the digest of every accepted update, its weight, who was dropped, the protection, the digest of
 the server's state after it and of the round's line in metrics.jsonl. Each line holds the hash of the one before and is
-signed (Ed25519, where the extra 'secure' is installed) with a key that lies beside the run folder, not in it. `verify`
-names lines that were changed, taken out or added, and checkpoints that are not the states the log tells of.
+signed (Ed25519, where the extra 'secure' is installed) with a key that lies beside the run folder. `verify_log`
+lists lines that were changed, removed or added, and checkpoints whose state is not the one in the log.
 A resumed run repeats its rounds bit for bit, so its lines are the same again.
 """
 
@@ -18,47 +18,64 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import json_ready, read_metrics, repair, without_timing, write_text
+from fedgraft.core.errors import FedgraftError, MissingExtra
+from fedgraft.core.files import json_ready, read_metrics, repair, without_timing
+from fedgraft.core.store import write_text
 from fedgraft.runs import checkpoint
 from fedgraft.runs.checkpoint import BadCheckpoint
 
 NAME = "rounds.log"
 
 
-Known = dict[int, tuple[ReferenceType[Tensor], int, str]]
-"""Digests of tensors that are still there, by their id, with the version that was read."""
+TensorDigests = dict[int, tuple[ReferenceType[Tensor], int, str]]
+"""Digests of tensors that still exist, by their id, with the version that was read."""
 
 
-def state_digest(tensors: Mapping[str, Tensor], known: Known | None = None) -> str:
-    """Identity of a server's state: its model, its rule's memory and the clients' models that it keeps."""
-    h, known = hashlib.sha256(), {} if known is None else known
-    for name in sorted(n for n in tensors if n == "vector" or n.startswith(("rule/", "personal/"))):
-        one = tensors[name]
-        h.update(f"{name} {one.dtype} {tuple(one.shape)} {_content(one, known)}\n".encode())
-    return h.hexdigest()
+def state_digest(tensors: Mapping[str, Tensor], known: TensorDigests | None = None) -> str:
+    """Return the digest of a server's state: its model, its rule's memory and the clients' models that it holds.
+
+    `known` remembers the digests of tensors from call to call, so that only new ones are read.
+    """
+    if known is None:
+        known = {}
+    hasher = hashlib.sha256()
+    for name in sorted(tensors):
+        if name == "vector" or name.startswith(("rule/", "personal/")):
+            tensor = tensors[name]
+            content = _content_digest(tensor, known)
+            hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {content}\n".encode())
+    return hasher.hexdigest()
 
 
-def _content(tensor: Tensor, known: Known) -> str:
-    """Digest of a tensor's bytes; of the many models of a personal run only those that a round made are read."""
-    seen = known.get(id(tensor))
-    if seen is None or seen[0]() is not tensor or seen[1] != tensor._version:
-        found = hashlib.sha256(tensor.detach().cpu().contiguous().numpy().data).hexdigest()
-        seen = known[id(tensor)] = ref(tensor), tensor._version, found
-    return seen[2]
+def _content_digest(tensor: Tensor, known: TensorDigests) -> str:
+    """Return the digest of a tensor's bytes, from `known` if the tensor has not changed since."""
+    if id(tensor) in known:
+        reference, version, digest = known[id(tensor)]
+        if reference() is tensor and version == tensor._version:
+            return digest
+    digest = hashlib.sha256(tensor.detach().cpu().contiguous().numpy().data).hexdigest()
+    known[id(tensor)] = (ref(tensor), tensor._version, digest)
+    return digest
 
 
 def line_digest(line: Mapping[str, Any]) -> str:
-    """Identity of a line of metrics.jsonl, but for its times."""
-    return hashlib.sha256(_text(without_timing([json_ready(line)])[0]).encode()).hexdigest()
+    """Return the digest of a line of metrics.jsonl without its times."""
+    (timeless,) = without_timing([json_ready(line)])
+    return hashlib.sha256(_text(timeless).encode()).hexdigest()
 
 
 def _text(entry: Mapping[str, Any]) -> str:
+    """Return the one spelling of an entry that is hashed."""
     return json.dumps(entry, sort_keys=True, separators=(",", ":"))
 
 
-def _signer(secret: bytes) -> Any:
-    """The run's signing key, or None where nothing can sign."""
+def _chained_hash(previous: str, entry: Mapping[str, Any]) -> str:
+    """Return the hash of a line, which follows from its entry and the hash of the line before."""
+    return hashlib.sha256((previous + _text(entry)).encode()).hexdigest()
+
+
+def _signing_key(secret: bytes) -> Any:
+    """Return the run's signing key; None where the package for it is not installed."""
     try:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     except ImportError:
@@ -67,120 +84,163 @@ def _signer(secret: bytes) -> Any:
 
 
 class RoundLog:
-    """Writes the log of one run; opening it cuts it back to the round that the run goes on from."""
+    """Writes the log of one run; opening it cuts it back to the round that the run continues from."""
 
     def __init__(self, folder: Path, run: str, secret: bytes, after: int | None) -> None:
-        self.path, self.signer = folder / NAME, _signer(secret)
-        public = "" if self.signer is None else self.signer.public_key().public_bytes_raw().hex()
+        self.path = folder / NAME
+        self.signing_key = _signing_key(secret)
+        self.hash = ""
+        self.known: TensorDigests = {}
+        public_key = ""
+        if self.signing_key is not None:
+            public_key = self.signing_key.public_key().public_bytes_raw().hex()
         repair(self.path)
-        kept = [line["entry"] for line in _lines(self.path)[1:]] if after is not None and self.path.is_file() else []
-        entries = [{"run": run, "key": public}, *(e for e in kept if e["round"] <= (after or 0))]
-        self.hash, texts, self.known = "", [], Known()
-        for entry in entries:
-            texts.append(self._line(entry))
+        texts = [self._line({"run": run, "key": public_key})]
+        if after is not None and self.path.is_file():
+            for line in _read_lines(self.path)[1:]:
+                if line["entry"]["round"] <= after:
+                    texts.append(self._line(line["entry"]))
         write_text(self.path, "".join(texts))
 
     def _line(self, entry: Mapping[str, Any]) -> str:
-        self.hash = hashlib.sha256((self.hash + _text(entry)).encode()).hexdigest()
-        signed = "" if self.signer is None else self.signer.sign(self.hash.encode()).hex()
-        return _text({"entry": entry, "hash": self.hash, "signature": signed}) + "\n"
+        """Return the next line, chained to the one before and signed."""
+        self.hash = _chained_hash(self.hash, entry)
+        signature = ""
+        if self.signing_key is not None:
+            signature = self.signing_key.sign(self.hash.encode()).hex()
+        return _text({"entry": entry, "hash": self.hash, "signature": signature}) + "\n"
 
-    def append(self, line: Mapping[str, Any], state: Mapping[str, Tensor], **more: Any) -> None:
-        """Add a round: its line in the metrics, the state after it, and what else is to be proved."""
-        told = {"round": line["round"], "state": state_digest(state, self.known), "line": line_digest(line)}
-        model = state_digest({"vector": state["vector"]}, self.known)
-        self.known = {key: seen for key, seen in self.known.items() if seen[0]() is not None}
+    def append(self, line: Mapping[str, Any], state: Mapping[str, Tensor], **facts: Any) -> None:
+        """Add a round: the digests of its line in the metrics and of the state after it, and further facts."""
+        entry = {
+            "round": line["round"],
+            "state": state_digest(state, self.known),
+            "line": line_digest(line),
+            "model": state_digest({"vector": state["vector"]}, self.known),
+            **json_ready(facts),
+        }
+        self.known = {key: digest for key, digest in self.known.items() if digest[0]() is not None}
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(self._line({**told, "model": model, **json_ready(more)}))
+                file.write(self._line(entry))
         except OSError as error:
             raise FedgraftError(
-                f"{self.path} could not be written ({error.strerror}); make room and resume."
+                "E-RUN-LOG-WRITE",
+                f"{self.path} could not be written ({error.strerror})",
+                "make room and resume",
+                path=str(self.path),
             ) from error
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a log with entry, hash and signature each."""
+    lines = []
     try:
-        found = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
-        return [
-            {"entry": dict(one["entry"]), "hash": str(one["hash"]), "signature": str(one["signature"])} for one in found
-        ]
+        for text in path.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            lines.append({"entry": dict(line["entry"]), "hash": str(line["hash"]), "signature": str(line["signature"])})
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise FedgraftError(f"{path} cannot be read as a log of rounds ({why}); restore the run folder.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise FedgraftError(
+            "E-RUN-LOG-READ",
+            f"{path} cannot be read as a log of rounds ({reason})",
+            "restore the run folder",
+            path=str(path),
+        ) from error
+    return lines
 
 
-def verify(folder: Path, key: str | None = None) -> tuple[str, list[str]]:
-    """What the log tells in one line, and every way in which it, the metrics and the checkpoints do not fit."""
-    lines = _lines(folder / NAME)
+def verify_log(folder: Path, key: str | None = None) -> tuple[str, list[str]]:
+    """Return one line about the log of a run, and every way in which log, metrics and checkpoints do not agree.
+
+    `key` is the public key, or its fingerprint, that the log must be signed with.
+    """
+    path = folder / NAME
+    lines = _read_lines(path)
     if not lines:
-        raise FedgraftError(f"{folder / NAME} is empty; restore the run folder.")
-    public, wrong = str(lines[0]["entry"].get("key", "")), list[str]()
-    if key is not None and key not in (public, fingerprint(public)):
-        wrong.append(f"the log is signed with another key: {fingerprint(public)}")
-    wrong += _chain(lines, public)
-    entries = {one["entry"]["round"]: one["entry"] for one in lines[1:] if type(one["entry"].get("round")) is int}
-    wrong += [f"round {r} is missing from the log" for r in range(max(entries, default=0) + 1) if r not in entries]
-    told = {line.get("round"): line_digest(line) for line in read_metrics(folder)}
-    wrong += [f"round {r} is in the log and not in metrics.jsonl" for r in entries if r not in told]
-    wrong += [f"round {r} is in metrics.jsonl and not in the log" for r in told if r not in entries]
-    wrong += [
-        f"the line of round {r} in metrics.jsonl was changed"
-        for r in entries
-        if told.get(r, e := entries[r]["line"]) != e
-    ]
-    for path in checkpoint.listing(folder / "checkpoints"):
-        wrong += _foreign(path, entries)
-    signed = f"signed by {fingerprint(public)}" if public else "not signed (the extra 'secure' was not installed)"
-    return f"{max(entries, default=0)} rounds, {signed}", wrong
+        raise FedgraftError("E-RUN-LOG-EMPTY", f"{path} is empty", "restore the run folder", path=str(path))
+    public_key = str(lines[0]["entry"].get("key", ""))
+    problems = []
+    if key is not None and key not in (public_key, signer_fingerprint(public_key)):
+        problems.append(f"the log is signed with another key: {signer_fingerprint(public_key)}")
+    problems += _broken_links(lines, public_key)
+    entries: dict[int, dict[str, Any]] = {}
+    for line in lines[1:]:
+        round = line["entry"].get("round")
+        if type(round) is int:
+            entries[round] = line["entry"]
+    last_round = max(entries, default=0)
+    for round in range(last_round + 1):
+        if round not in entries:
+            problems.append(f"round {round} is missing from the log")
+    problems += _unlike_metrics(folder, entries)
+    for file in checkpoint.listing(folder / "checkpoints"):
+        problems += _unlike_checkpoint(file, entries)
+    signed = "not signed (the extra 'secure' was not installed)"
+    if public_key:
+        signed = f"signed by {signer_fingerprint(public_key)}"
+    return f"{last_round} rounds, {signed}", problems
 
 
-def fingerprint(public: str) -> str:
-    """A short name of a key, to be compared by people."""
-    return hashlib.sha256(public.encode()).hexdigest()[:32] if public else "nobody"
+def signer_fingerprint(public_key: str) -> str:
+    """Return a short name of a key that people can compare."""
+    if not public_key:
+        return "nobody"
+    return hashlib.sha256(public_key.encode()).hexdigest()[:32]
 
 
-def _chain(lines: list[dict[str, Any]], public: str) -> list[str]:
-    """Lines whose hash or signature is not what they and those before them give."""
-    wrong, before = list[str](), ""
+def _unlike_metrics(folder: Path, entries: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return how the log and metrics.jsonl differ: rounds in one of them only, then changed lines."""
+    measured = {line.get("round"): line_digest(line) for line in read_metrics(folder)}
+    unmeasured = [f"round {round} is in the log and not in metrics.jsonl" for round in entries if round not in measured]
+    unlogged = [f"round {round} is in metrics.jsonl and not in the log" for round in measured if round not in entries]
+    changed = []
+    for round, entry in entries.items():
+        if round in measured and measured[round] != entry["line"]:
+            changed.append(f"the line of round {round} in metrics.jsonl was changed")
+    return [*unmeasured, *unlogged, *changed]
+
+
+def _broken_links(lines: list[dict[str, Any]], public_key: str) -> list[str]:
+    """Return the lines whose hash does not follow from them and those before, or whose signature is wrong."""
+    problems = []
+    previous = ""
     for number, line in enumerate(lines, 1):
-        expected = hashlib.sha256((before + _text(line["entry"])).encode()).hexdigest()
-        if line["hash"] != expected:
-            wrong.append(f"line {number} of {NAME} was changed, or one before it was taken out")
-        elif public and not _signed(public, line):
-            wrong.append(f"line {number} of {NAME} is not signed by the run's key")
-        before = line["hash"]
-    return wrong
+        if line["hash"] != _chained_hash(previous, line["entry"]):
+            problems.append(f"line {number} of {NAME} was changed, or one before it was taken out")
+        elif public_key and not _is_signed(public_key, line):
+            problems.append(f"line {number} of {NAME} is not signed by the run's key")
+        previous = line["hash"]
+    return problems
 
 
-def _signed(public: str, line: Mapping[str, str]) -> bool:
+def _is_signed(public_key: str, line: Mapping[str, str]) -> bool:
+    """Return whether a line's signature is by this key."""
     try:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     except ImportError as error:
-        from fedgraft.core.errors import MissingExtra
-
         raise MissingExtra("cryptography", "secure", "checking signatures") from error
     try:
-        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public))
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
         key.verify(bytes.fromhex(line["signature"]), line["hash"].encode())
     except (InvalidSignature, ValueError):
         return False
     return True
 
 
-def _foreign(path: Path, entries: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """What in a checkpoint is not a state that the log tells of."""
+def _unlike_checkpoint(path: Path, entries: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return how a checkpoint differs from the log: its state, and the best model in it."""
     try:
-        found = checkpoint.load(path)
+        saved = checkpoint.load(path)
     except BadCheckpoint as error:
         return [str(error)]
-    wrong = []
-    if found.round not in entries or entries[found.round]["state"] != state_digest(found.tensors):
-        wrong.append(f"checkpoint {path.name} is not the state that the log tells of")
-    best = found.meta.get("best", {}).get("round", -1)
-    if "best/vector" in found.tensors and entries.get(best, {}).get("model") != state_digest(
-        {"vector": found.tensors["best/vector"]}
-    ):
-        wrong.append(f"the best model in checkpoint {path.name} is not that of round {best}")
-    return wrong
+    problems = []
+    if saved.round not in entries or entries[saved.round]["state"] != state_digest(saved.tensors):
+        problems.append(f"checkpoint {path.name} is not the state that the log tells of")
+    best_round = saved.meta.get("best", {}).get("round", -1)
+    if "best/vector" in saved.tensors:
+        model = state_digest({"vector": saved.tensors["best/vector"]})
+        if entries.get(best_round, {}).get("model") != model:
+            problems.append(f"the best model in checkpoint {path.name} is not that of round {best_round}")
+    return problems

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, in both directions; and what its privacy account says."""
+"""What a checkpoint of a run holds, in both directions, and what its privacy account reports."""
 
 from __future__ import annotations
 
@@ -16,61 +16,66 @@ from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.setup import RunSetup
 
 UNMEASURED = -1e9
-"""The score of a model that nobody validated: every measured one is better."""
+"""The score of a model that was not validated: every measured one is better."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best model by validation so far, and how long ago that was."""
+    """The best model by validation so far."""
 
     accuracy: float = -1.0
-    """Its accuracy; the one it was chosen by is `score`."""
+    """Its accuracy; the number it was chosen by is `score`."""
     score: float = UNMEASURED
     round: int = -1
     stale: int = 0
+    """Evaluations since the last improvement."""
     vector: Tensor | None = None
 
 
-def selected(metric: str, best: Best) -> dict[str, float]:
-    """The metric that chose the best model, where it is not the accuracy."""
-    return {} if metric == "accuracy" or best.round < 0 or best.score == UNMEASURED else {metric: abs(best.score)}
+def selected_score(metric: str, best: Best) -> dict[str, float]:
+    """Return the metric that chose the best model; empty where that is the accuracy or nothing was measured."""
+    if metric == "accuracy" or best.round < 0 or best.score == UNMEASURED:
+        return {}
+    return {metric: abs(best.score)}
 
 
 def pack_run(
     setup: RunSetup, opened: OpenRun, state: ServerState, memories: Memories, best: Best
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Everything that a resumed run needs, as named tensors and plain numbers."""
+    """Return everything that a resumed run needs, as named tensors and plain numbers."""
     tensors, meta = to_tensors(state, memories)
     tensors["head"] = opened.head
-    tensors |= {f"edit/{key}": value for key, value in opened.trainable.stored.items()}
+    for name, tensor in opened.trainable.stored.items():
+        tensors[f"edit/{name}"] = tensor
     if best.vector is not None:
         tensors["best/vector"] = best.vector
-    meta |= {
-        "space": opened.space.digest,
-        "best": {"accuracy": best.accuracy, "score": best.score, "round": best.round, "stale": best.stale},
-    }
-    meta["classes"] = list(setup.task.data.dataset.classes)  # the outputs must be named where the data is not at hand
+    meta["space"] = opened.space.digest
+    meta["best"] = {"accuracy": best.accuracy, "score": best.score, "round": best.round, "stale": best.stale}
+    meta["classes"] = list(setup.task.data.dataset.classes)  # the outputs must be named where the data is missing
     if not setup.task.data.rows_known:
         meta["elsewhere"] = True
     return tensors, meta
 
 
 def saved_edit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a checkpoint or a message holds of the opened edit space."""
-    return {name.removeprefix("edit/"): t for name, t in tensors.items() if name.startswith("edit/")}
+    """Return what a checkpoint or a message holds of the opened edit space."""
+    prefix = "edit/"
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def protection_of(algorithm: Algorithm) -> str:
-    """How a round's updates were protected, for its line in the log."""
+def protection_label(algorithm: Algorithm) -> str:
+    """Return how a round's updates were protected, for its line in the log."""
     return ", ".join(algorithm.privacy.labels()) or "none"
 
 
 def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What differential privacy has spent, and what its account does not cover; nothing without it."""
-    account, dp = budget(config, algorithm, rounds), config.privacy.dp
-    if account is None or dp is None:
+    """Return what differential privacy has spent and what its account does not cover; empty without it."""
+    account = budget(config, algorithm, rounds)
+    if account is None or config.privacy.dp is None:
         return {}
-    told: dict[str, Any] = {
+    noise = algorithm.privacy.noise
+    follows_secret = noise is not None and noise.bound
+    record: dict[str, Any] = {
         "epsilon": account.epsilon,
         "epsilon_without_amplification": account.unamplified,
         "delta": account.delta,
@@ -79,8 +84,8 @@ def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequenc
         "sampling": account.probability,
         "rounds": account.spent,
         "not_covered": algorithm.privacy.uncovered(),
-        "repeatable_noise": not (algorithm.privacy.noise and algorithm.privacy.noise.bound),
+        "repeatable_noise": not follows_secret,
     }
     if algorithm.privacy.collects_sum:
-        told["aborted"] = sum("aborted" in line for line in lines)
-    return {"privacy": told}
+        record["aborted"] = sum("aborted" in line for line in lines)
+    return {"privacy": record}

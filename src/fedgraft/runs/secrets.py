@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import write_atomic
 from fedgraft.core.state import Federation
+from fedgraft.core.store import write_atomic
 from fedgraft.runs.checkpoint import listing
 from fedgraft.runs.setup import SECRET_BYTES
 

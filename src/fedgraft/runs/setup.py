@@ -19,7 +19,7 @@ from torch import Tensor
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.context import ClientContext
 from fedgraft.client.policy import Policy
-from fedgraft.config.agreement import rules_of
+from fedgraft.config.agreement import policies_of
 from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named
 from fedgraft.config.federate import federate
 from fedgraft.config.load import merge, validate
@@ -98,7 +98,7 @@ class RunSetup:
 
     @classmethod
     def build(cls, parts: RunParts, circumstances: Circumstances | None = None) -> RunSetup:
-        """Fill in what the parts leave open, and refuse what cannot work."""
+        """Return the setup of these parts with their open values filled in; raise an error if it cannot work."""
         circumstances = circumstances or Circumstances()
         config = parts.config
         task = parts.task
@@ -133,7 +133,7 @@ class RunSetup:
 
     @property
     def client_names(self) -> tuple[str, ...]:
-        """What the clients are called: their sites, or their numbers."""
+        """Names of the clients: their sites, or their numbers."""
         return self.task.data.client_names
 
     @property
@@ -150,30 +150,37 @@ class RunSetup:
     def judging_rows(self) -> Tensor:
         """Rows of the training images to measure on: the validation images, or the clients' where none are held out.
 
-        Images of clients that nothing is made from do not choose the best model either.
+        Images of clients that do not train are not used to choose the best model either.
         """
         data = self.task.data
         if len(data.validation_rows):
             return data.validation_rows
         if not self.federation.without or not data.rows_known:
             return data.train_rows
-        theirs = torch.cat([data.rows(k) for k in self.federation.members])
-        return data.train_rows[torch.isin(data.train_rows, theirs)]
+        member_rows = torch.cat([data.rows(client) for client in self.federation.members])
+        return data.train_rows[torch.isin(data.train_rows, member_rows)]
 
     @property
     def left_out(self) -> list[str]:
-        """Who is not there before the first round, as words of an identity."""
-        return [f"without {k}" for k in sorted({*range(self.federation.clients)} - {*self.federation.founders})]
+        """The clients that are absent before the first round, as words of an identity."""
+        absent = set(range(self.federation.clients)) - set(self.federation.founders)
+        return [f"without {client}" for client in sorted(absent)]
 
     @property
     def probe_size(self) -> int:
-        """How many images every client must have in common, 0 for none; more than are held out are refused."""
-        wanted = [int(one.options["probe"]) for one in self.algorithm.wants if one.needs_probe]
-        count, held = max(wanted, default=0), len(self.task.data.validation_rows)
-        if held < count:
+        """Number of images that every client must have in common, 0 for none; at most the validation images."""
+        count = 0
+        for observation in self.algorithm.wants:
+            if observation.needs_probe:
+                count = max(count, int(observation.options["probe"]))
+        available = len(self.task.data.validation_rows)
+        if available < count:
             raise FedgraftError(
-                f"the probe needs {count} validation images and there are {held}; raise data.validation or lower "
-                "algorithm.probe"
+                "E-RUN-PROBE-SIZE",
+                f"the probe needs {count} validation images and there are {available}",
+                "raise data.validation or lower algorithm.probe",
+                needed=count,
+                available=available,
             )
         return count
 
@@ -184,79 +191,91 @@ class RunSetup:
 
     @property
     def threads(self) -> int:
-        """How many things this process may do side by side between rounds, each on one thread."""
-        workers, on_cpu = self.config.workers, self.task.network.head.weight.device.type == "cpu"
-        alone = workers == 1 or torch.get_num_threads() > 1 or not on_cpu
-        return 1 if alone else workers or cores()
+        """Number of computations that this process may do side by side between rounds, each on one thread."""
+        workers = self.config.workers
+        on_cpu = self.task.network.head.weight.device.type == "cpu"
+        if workers == 1 or torch.get_num_threads() > 1 or not on_cpu:
+            return 1
+        return workers or cores()
 
     def ready(self, examples: Examples, rows: Tensor) -> None:
-        """Compute what is not kept of these rows yet, side by side on all cores; without a feature cache do nothing."""
+        """Compute the features of these rows that are not cached yet, on all cores; without a cache do nothing."""
         if isinstance(examples, CachedExamples) and self.threads > 1:
             prepare_features(examples, rows, self.threads)
 
     @cached_property
     def backbone_context(self) -> ClientContext:
-        """The context of head initialisation: the untouched backbone's features, kept on disk for all runs."""
+        """The context of head initialisation: the untouched backbone's features, cached on disk for all runs."""
         task = self.task
-        cached = task.at_entry(task.eval_images, task.network.depth, self._met_again())
-        some = self.config.model.head_clients < 1 and task.data.rows_known
-        asked = [task.data.rows(k) for k in self.head_clients] if some else [task.data.train_rows]
-        self.ready(cached, torch.cat([*asked, task.data.validation_rows]))
+        cached = task.at_entry(task.eval_images, task.network.depth, self._reused_images())
+        rows = [task.data.train_rows]
+        if self.config.model.head_clients < 1 and task.data.rows_known:
+            rows = [task.data.rows(client) for client in self.head_clients]
+        self.ready(cached, torch.cat([*rows, task.data.validation_rows]))
         return replace(task.whole(cached, self.config.seed), policies=self.policies)
 
     @property
     def head_clients(self) -> list[int]:
-        """Those whose sums make the head: all who are there from the start, or the share of them that is drawn."""
-        founders, share = self.federation.founders, self.config.model.head_clients
-        count = max(1, round(share * len(founders)))
+        """The clients whose sums make the head: all that are there from the start, or a share drawn from them."""
+        founders = self.federation.founders
+        count = max(1, round(self.config.model.head_clients * len(founders)))
         drawn = torch.randperm(len(founders), generator=torch_stream(self.config.seed, "head_clients"))[:count]
         return [founders[place] for place in sorted(drawn.tolist())]
 
-    def _met_again(self) -> Examples | None:
-        """The images where the rounds will want them, if they will meet most of them: then nothing is computed twice.
+    def _reused_images(self) -> Examples | None:
+        """Return the images where the rounds enter, if they will use most of them: then nothing is computed twice.
 
-        Fewer are left alone: tokens of images that nobody asks for would only fill the disk.
+        Otherwise None: tokens of images that are never used would only fill the disk.
         """
-        task, local = self.task, self.algorithm.local
+        task = self.task
+        local = self.algorithm.local
         rows = len(task.data.train_rows)
-        met = self.config.rounds.total * len(self.cohort) * local.steps_for(max(1, rows // task.data.clients))
-        if not task.transform.deterministic or 2 * met * local.batch_size < rows:
+        rows_per_client = max(1, rows // task.data.clients)
+        batches = self.config.rounds.total * len(self.cohort) * local.steps_for(rows_per_client)
+        if not task.transform.deterministic or 2 * batches * local.batch_size < rows:
             return None
         return self.train_at(task.entry_for(self._first_block, self.config))
 
     def train_at(self, entry: int) -> Examples:
-        """The training images where they enter: one table, whoever asks first for it, the head's sums or the rounds."""
+        """Return the training images at this entry: one table for the head's sums and the rounds."""
         if entry not in self._tables:
             self._tables[entry] = self.task.at_entry(self.task.train_images, entry)
         return self._tables[entry]
 
     @cached_property
     def _tables(self) -> dict[int, Examples]:
+        """The tables of `train_at` by entry."""
         return {}
 
     @cached_property
     def scoring_context(self) -> ClientContext:
-        """The context in which clients score weights for a mask: images where the rounds meet them, as they are."""
+        """The context in which clients score weights for a mask: images where the rounds enter, not augmented."""
         task = self.task
-        entry = 0 if self.config.data.augment else task.entry_for(self._first_block, self.config)
-        images = self.train_at(entry) if entry else task.eval_images
+        images: Examples = task.eval_images
+        if not self.config.data.augment:
+            entry = task.entry_for(self._first_block, self.config)
+            if entry:
+                images = self.train_at(entry)
         return replace(task.whole(images, self.config.seed), policies=self.policies)
 
     @property
     def _first_block(self) -> int:
+        """The first block of the network that trains."""
         return self.algorithm.trainable.first_block(self.task.network)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """The rules that clients hold orders against: those of the config; of objects, the algorithm's."""
-        return () if self.from_objects else rules_of(self.config, self.algorithm)
+        """The policies that clients check requests against: those of the config; none for objects."""
+        if self.from_objects:
+            return ()
+        return policies_of(self.config, self.algorithm)
 
 
 def parts_from_config(config: Config, data: FederatedData | None = None) -> RunParts:
     """Return the objects that a config names; `data` where it lies elsewhere than the config says."""
     identity = config.digest
     algorithm = build_algorithm(config)
-    rules_of(config, algorithm)
+    policies_of(config, algorithm)
     config = with_closed_form_head(config, algorithm)
     if data is None:
         with phase("reading the data"):
@@ -429,8 +448,10 @@ def with_closed_form_head(config: Config, algorithm: Algorithm) -> Config:
     A head that cannot be made from hidden sums is refused here, before anything is read.
     """
     closed_form = algorithm.closed_form
-    instead = "algorithm.name='fedncm'" if closed_form else "model.head='ncm'"
-    check_clear("cof" in (closed_form, config.head) and algorithm.privacy.collects_sum, instead)
+    alternative = "model.head='ncm'"
+    if closed_form:
+        alternative = "algorithm.name='fedncm'"
+    check_clear("cof" in (closed_form, config.head) and algorithm.privacy.collects_sum, alternative)
     if not closed_form:
         return config
     if "head" in config.model.model_fields_set and config.model.head != closed_form:

@@ -1,4 +1,4 @@
-"""What is learned, frozen: the network, the data of the clients, and how its images reach the network."""
+"""The learning task of a run: the network, the data of the clients, and the transform between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Images = ImageExamples | FeatureExamples
 
 @dataclass(frozen=True)
 class Task:
-    """A network, the clients' data, and the transform between them. Images are opened when they are first looked at."""
+    """A network, the clients' data, and the transform between them. Images are opened when they are first used."""
 
     network: VisionNetwork
     data: FederatedData
@@ -49,40 +49,46 @@ class Task:
         return examples_of(self.data.dataset.test, self.transform)
 
     def at_entry(self, images: Images, entry: int, lower: Examples | None = None) -> Examples:
-        """These images where they enter: as pixels, or as outputs of the network before `entry`.
+        """Return images where they enter the network: as pixels, or as outputs of the network before `entry`.
 
-        Those are computed once for all runs on this machine, from what is kept of an earlier entry where `lower` is
-        that. Given features are in their place already.
+        Those are computed once for all runs on this machine, from the cached outputs at an earlier entry if `lower`
+        holds them. Data that consists of features is in its place already.
         """
         if not entry or isinstance(images, FeatureExamples) or not len(images):
             return images
-        ours = images.store is self.data.dataset.train and self.data.rows_known
-        order = self._by_client if ours else None
-        below = lower if isinstance(lower, CachedExamples) and lower.entry < entry else None
-        kept = CachedExamples(images, self.network, entry, cache_dir() / "features", self.model_name, order, below)
-        if ours and not kept.sizes:
+        is_training_data = images.store is self.data.dataset.train and self.data.rows_known
+        order = None
+        if is_training_data:
+            order = self._by_client
+        below = None
+        if isinstance(lower, CachedExamples) and lower.entry < entry:
+            below = lower
+        cached = CachedExamples(images, self.network, entry, cache_dir() / "features", self.model_name, order, below)
+        if is_training_data and not cached.sizes:
             log.info("features round by their neighbours in a batch here, so another partition computes its own")
-        return kept
+        return cached
 
     def _by_client(self) -> np.ndarray:
-        """All rows of the training store, one client's after another's, then the rest."""
-        held = torch.cat([self.data.rows(client) for client in range(self.data.clients)]).numpy()
-        return np.concatenate([held, np.setdiff1d(np.arange(len(self.data.dataset.train)), held)])
+        """Return all rows of the training store, one client's after another's, then the rest."""
+        rows = [self.data.rows(client) for client in range(self.data.clients)]
+        client_rows = torch.cat(rows).numpy()
+        all_rows = np.arange(len(self.data.dataset.train))
+        return np.concatenate([client_rows, np.setdiff1d(all_rows, client_rows)])
 
     def entry_for(self, first_block: int, config: Config) -> int:
-        """The last entry before the first block that trains: what lies before it is the same for the whole run."""
+        """Return the last entry before the first block that trains: the layers below stay the same all run long."""
         body_finetuned = config.personal.finetune_epochs > 0 and config.personal.finetune_part != "head"
         if not config.data.cache_features or body_finetuned:
             return 0
         entry = self.network.entry_for(first_block)
         if entry and not self.transform.deterministic:
             changing = ", ".join(name for name in self.transform.train if name != "flip")
-            log.info("features are not kept: data.augment has %s, which changes an image anew each time", changing)
+            log.info("features are not cached: data.augment has %s, which changes an image anew each time", changing)
             return 0
         return entry
 
     def whole(self, examples: Examples, seed: int) -> ClientContext:
-        """A context for what is asked before the edit space is open: any weight may be looked at."""
-        every = select(self.network, lambda name: True)
-        held = self.data.validation_rows
-        return ClientContext(self.network, every, examples, self.data.rows, seed, held=lambda client: held)
+        """Return a client context for requests before the edit space is open, over all weights."""
+        all_weights = select(self.network, lambda name: True)
+        held_out = self.data.validation_rows
+        return ClientContext(self.network, all_weights, examples, self.data.rows, seed, held=lambda client: held_out)

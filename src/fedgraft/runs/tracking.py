@@ -1,31 +1,35 @@
-"""Those who follow a run while it goes on: a progress display, the log, a file for others, the config's trackers."""
+"""Progress of a run while it is under way: a display, the log, and a file that other processes read."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedgraft.config.load import Config
+from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import Phase, Watcher
+from fedgraft.core.state import ServerState
+from fedgraft.core.store import write_cached
 from fedgraft.report.run_record import NOW_FILE
-from fedgraft.runs.trackers import Tracker, tracker
+from fedgraft.runs.callbacks import Callback
+from fedgraft.runs.open_run import OpenRun
+from fedgraft.runs.reporting import setup_line
+from fedgraft.runs.setup import RunSetup
 
 LOG = "fedgraft.phases"
-"""The logger of phases, which a terminal that shows them anyway leaves out."""
+"""The logger of phases, which a terminal with a display of its own leaves out."""
 
 
 class Progress(Protocol):
-    """Somebody who wants to see how it goes."""
+    """A display of a run's progress."""
 
     @property
     def look(self) -> Watcher | None:
-        """Shows the phases that are open; None: nobody looks."""
+        """Shows the open phases; None if nothing is displayed."""
         ...
 
     def start(self, total: int, done: int, text: str) -> None: ...
@@ -33,7 +37,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Nobody watches."""
+    """A display that shows nothing."""
 
     look: Watcher | None = None
 
@@ -44,63 +48,66 @@ class Silent:
         """Ignore."""
 
 
-class PhaseLog:
-    """Writes phases into the log: one that lasts at its begin, every half minute, and at its end with its seconds."""
+class ProgressDisplay(Callback):
+    """Passes the rounds of a run on to a display."""
 
-    begins, every = 2.0, 30.0
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def on_training_start(self, setup: RunSetup, opened: OpenRun, state: ServerState) -> None:
+        """Show what is going to be trained."""
+        self.progress.start(setup.config.rounds.total, state.round, setup_line(setup, opened))
+
+    def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> None:
+        """Show a round."""
+        self.progress.update(line)
+
+
+class PhaseLog:
+    """Logs phases: a long one at its begin, every half minute, and at its end with its seconds."""
+
+    begins = 2.0
+    """Seconds after which a phase is worth a line."""
+    every = 30.0
+    """Seconds between two lines of the same phase."""
 
     def __init__(self) -> None:
-        self.log, self.said = logging.getLogger(LOG), dict[Phase, float]()
+        self.log = logging.getLogger(LOG)
+        self.logged: dict[Phase, float] = {}
+        """The phases that have a line, and how many seconds they had taken when the last was written."""
 
     def __call__(self, phases: Sequence[Phase]) -> None:
-        """What is there to be said now."""
-        for one in [one for one in self.said if one not in phases]:
-            del self.said[one]
-            if not one.minor:
-                count = f", {one.done:,} {one.unit}" if one.unit else ""
-                self.log.info("%s took %.1f s%s", one.name, one.seconds, count)
-        for one in phases:
-            wait = self.every if one in self.said or one.minor else self.begins
-            if one.seconds - self.said.get(one, 0.0) >= wait:
-                self.said[one] = one.seconds
-                self.log.info("%s", one)
+        """Log what has ended and what has lasted long enough since its last line."""
+        ended = [phase for phase in self.logged if phase not in phases]
+        for phase in ended:
+            del self.logged[phase]
+            if phase.minor:
+                continue
+            count = ""
+            if phase.unit:
+                count = f", {phase.done:,} {phase.unit}"
+            self.log.info("%s took %.1f s%s", phase.name, phase.seconds, count)
+        for phase in phases:
+            wait = self.begins
+            if phase in self.logged or phase.minor:
+                wait = self.every
+            if phase.seconds - self.logged.get(phase, 0.0) >= wait:
+                self.logged[phase] = phase.seconds
+                self.log.info("%s", phase)
 
 
 class PhaseFile:
-    """Keeps a small file in the run folder that says what the run is at; written by time, gone when it ends."""
+    """Writes the open phases into a small file of the run folder, which is deleted when there are none."""
 
     def __init__(self, folder: Path) -> None:
-        self.path, self.written = folder / NOW_FILE, 0.0
+        self.path = folder / NOW_FILE
 
     def __call__(self, phases: Sequence[Phase]) -> None:
-        """Write what lasts longer than a second; a disk that is full is for others to complain about."""
-        lasting = [one.facts() for one in phases if one.seconds > 1]
-        with suppress(OSError):
+        """Write the phases that last longer than a second; a full disk is reported elsewhere."""
+        lasting = [phase.facts() for phase in phases if phase.seconds > 1]
+        with suppress(OSError, FedgraftError):
             if lasting:
-                part = self.path.with_suffix(f".{os.getpid()}")
-                part.write_text(json.dumps({"time": time.time(), "phases": lasting}))
-                part.replace(self.path)
+                record = json.dumps({"time": time.time(), "phases": lasting})
+                write_cached(self.path, [record.encode()])
             else:
                 self.path.unlink(missing_ok=True)
-
-
-class Tracking:
-    """All trackers of a run as one; an interrupted run ends them too."""
-
-    def __init__(self, config: Config, folder: Path, after: int) -> None:
-        self.all: list[Tracker] = [tracker(name, folder) for name in config.track.trackers]
-        for one in self.all:
-            one.start(config.model_dump(mode="json"), config.name, after)
-        self.summary: Mapping[str, Any] = {}
-
-    def __enter__(self) -> Tracking:
-        return self
-
-    def log(self, line: Mapping[str, Any]) -> None:
-        """One more round."""
-        for one in self.all:
-            one.log(int(line["round"]), line)
-
-    def __exit__(self, *ignored: object) -> None:
-        for one in self.all:
-            one.finish(self.summary)

@@ -1,4 +1,4 @@
-"""Settings that work but do not mean what one may think: one sentence each, before the first round and in the plan."""
+"""Warnings about settings that work but may not do what was intended: before the first round, and in the plan."""
 
 from __future__ import annotations
 
@@ -14,52 +14,95 @@ from fedgraft.runs.setup import RunSetup
 
 
 def warnings_for(setup: RunSetup, opened: OpenRun, engines: Engines) -> list[str]:
-    """All that holds for this run."""
-    config, data, algorithm, found = setup.config, setup.task.data, setup.algorithm, list[str]()
-    m, stats, skipped = setup.federation.per_round, data.partition.statistics(), data.dataset.skipped
-    found += [f"the network: {note}" for note in setup.task.network.notes]
-    if skipped:
-        named = "; ".join(f"{place} ({why})" for place, why in skipped[:3])
-        more = f"; and {len(skipped) - 3} more, in skipped.txt of the run" if len(skipped) > 3 else ""
-        found.append(f"{len(skipped)} images cannot be read and are left out: {named}{more}")
-    if other := len(data.dataset.other_files):
-        are = "1 file among the images is" if other == 1 else f"{other} files among the images are"
-        found.append(f"{are} of no format that is read, and left out")
-    if m == 1 and setup.federation.clients > 1:
-        found.append("one client per round: every weighting rule is the same; raise rounds.fraction")
-    missing = stats["uncovered"]
+    """Return all warnings that apply to this run, one sentence each."""
+    warnings = [f"the network: {note}" for note in setup.task.network.notes]
+    warnings += _unused_files(setup)
+    if setup.federation.per_round == 1 and setup.federation.clients > 1:
+        warnings.append("one client per round: every weighting rule is the same; raise rounds.fraction")
+    warnings += _partition(setup)
+    warnings += _small_clients(setup)
+    warnings += _unused_deadline(setup, opened, engines)
+    has_personal_models = Capability.PERSONAL_MODELS in setup.algorithm.provides
+    if has_personal_models and setup.federation.per_round < setup.federation.clients:
+        warnings.append("with partial participation only the cohort's models are mixed; the others wait")
+    warnings += _dominant_noise(setup, opened)
+    warnings += _repeatable_noise(setup)
+    warnings += _meaningless_epsilon(setup)
+    warnings += _noised_representations(setup)
+    warnings += _outside_account(setup)
+    if setup.algorithm.privacy.collects_sum:
+        warnings += _visible_per_client(setup)
+    return warnings
+
+
+def _unused_files(setup: RunSetup) -> list[str]:
+    """Warn of images that cannot be read and of files that are no images."""
+    dataset = setup.task.data.dataset
+    warnings = []
+    if dataset.skipped:
+        examples = "; ".join(f"{place} ({reason})" for place, reason in dataset.skipped[:3])
+        more = ""
+        if len(dataset.skipped) > 3:
+            more = f"; and {len(dataset.skipped) - 3} more, in skipped.txt of the run"
+        warnings.append(f"{len(dataset.skipped)} images cannot be read and are left out: {examples}{more}")
+    others = len(dataset.other_files)
+    if others:
+        subject = f"{others} files among the images are"
+        if others == 1:
+            subject = "1 file among the images is"
+        warnings.append(f"{subject} of no format that is read, and left out")
+    return warnings
+
+
+def _partition(setup: RunSetup) -> list[str]:
+    """Warn of classes that no client holds, and of what the partition itself noticed."""
+    statistics = setup.task.data.partition.statistics()
+    missing = statistics["uncovered"]
+    warnings = []
     if len(missing):
-        found.append(f"{len(missing)} classes are held by nobody, so they cannot be learned: {list(missing)[:10]}")
-    found += stats["notes"]
-    batch, least = algorithm.local.batch_size, int(min(data.partition.sizes(), default=0))
-    if data.rows_known and least < batch and algorithm.local.epochs is None:
-        found.append(
-            f"local.batch_size is {batch} and {sum(data.partition.sizes() < batch)} of {data.clients} clients hold "
-            f"fewer images, the smallest {least}: a batch there is the client's whole data, each step the same images"
-        )
-    here = config.rounds.deadline is not None and engines.remote is None
-    if here and (mode := engines.choice(algorithm, opened.context).mode) != "pool":
-        found.append(
-            f"clients of the engine {mode!r} cannot be late, so rounds.deadline does nothing; it needs worker "
-            "processes (engine='reference' with workers=2 or more) or a federation of machines"
-        )
-    if Capability.PERSONAL_MODELS in algorithm.provides and m < setup.federation.clients:
-        found.append("with partial participation only the cohort's models are mixed; the others wait")
-    found += _drowned(setup, opened)
-    return found + _unprotected(setup) + (_one_by_one(setup) if algorithm.privacy.collects_sum else [])
+        warnings.append(f"{len(missing)} classes are held by nobody, so they cannot be learned: {list(missing)[:10]}")
+    return [*warnings, *statistics["notes"]]
+
+
+def _small_clients(setup: RunSetup) -> list[str]:
+    """Warn of clients with fewer images than a batch."""
+    data = setup.task.data
+    local = setup.algorithm.local
+    sizes = data.partition.sizes()
+    smallest = int(min(sizes, default=0))
+    if not data.rows_known or smallest >= local.batch_size or local.epochs is not None:
+        return []
+    return [
+        f"local.batch_size is {local.batch_size} and {sum(sizes < local.batch_size)} of {data.clients} clients hold "
+        f"fewer images, the smallest {smallest}: a batch there is the client's whole data, each step the same images"
+    ]
+
+
+def _unused_deadline(setup: RunSetup, opened: OpenRun, engines: Engines) -> list[str]:
+    """Warn of a deadline that clients of the chosen engine cannot miss."""
+    if setup.config.rounds.deadline is None or engines.remote is not None:
+        return []
+    mode = engines.choice(setup.algorithm, opened.context).mode
+    if mode == "pool":
+        return []
+    return [
+        f"clients of the engine {mode!r} cannot be late, so rounds.deadline does nothing; it needs worker "
+        "processes (engine='reference' with workers=2 or more) or a federation of machines"
+    ]
 
 
 LOUD = 3.0
-"""Times that noise may be as long as the longest update before a run says so.
+"""Times that noise may be as long as the longest update before a run warns of it.
 
 vit-tiny's head on CIFAR-100, 40 rounds at epsilon 8 (docs/results/q5.md): as long left 37 of 57 %, 9 times 7 of 52."""
 
 
-def _drowned(setup: RunSetup, opened: OpenRun) -> list[str]:
-    """Whether noise is much longer than all that clients can say together: each update is clipped, noise is not."""
-    dp, weights = setup.algorithm.privacy.noise, opened.space.size
+def _dominant_noise(setup: RunSetup, opened: OpenRun) -> list[str]:
+    """Warn of noise that is much longer than the longest sum of updates: each update is clipped, noise is not."""
+    dp = setup.algorithm.privacy.noise
     if dp is None:
         return []
+    weights = opened.space.size
     times = dp.mechanism.noise * math.sqrt(weights) / dp.mechanism.expected
     if times <= LOUD:
         return []
@@ -70,58 +113,86 @@ def _drowned(setup: RunSetup, opened: OpenRun) -> list[str]:
     ]
 
 
-def _unprotected(setup: RunSetup) -> list[str]:
-    """What the protection or the privacy account does not cover."""
-    a, found = setup.algorithm, list[str]()
-    if a.privacy.noise is not None and not a.privacy.noise.bound:
-        found.append(
-            "REPEATABLE, FOR EXPERIMENTS: noise and cohorts follow from the public seed, so this epsilon protects "
-            "nobody; set privacy.dp.secret=true"
-        )
-    account = budget(setup.config, a, setup.config.rounds.total)
-    if account is not None and account.epsilon > LARGE_EPSILON:
-        found.append(
-            f"privacy.dp.noise={account.noise:g} gives no meaningful guarantee: after {account.planned} rounds epsilon "
-            f"is {format_epsilon(account.epsilon)}; raise the noise or set privacy.dp.epsilon"
-        )
-    for shown in (w for w in a.wants if w.name == "representation" and w.options.get("noise")):
-        found.append(_shown(setup, int(shown.options["samples"]), float(shown.options["noise"])))
-    where = "secure aggregation, without noise" if a.privacy.collects_sum else "the clear"
-    demands = a.privacy.noise is not None
-    if demands and setup.config.head != "random":
-        found.append(
-            f"head initialisation sums feature statistics in {where}, outside the account; "
-            "model.head='random' avoids it"
-        )
-    if demands and a.trainable.scores_data:
-        found.append(f"the mask is calibrated from Fisher scores summed in {where}, outside the account")
-    return found
+def _repeatable_noise(setup: RunSetup) -> list[str]:
+    """Warn of noise that anybody can compute from the seed."""
+    dp = setup.algorithm.privacy.noise
+    if dp is None or dp.bound:
+        return []
+    return [
+        "REPEATABLE, FOR EXPERIMENTS: noise and cohorts follow from the public seed, so this epsilon protects "
+        "nobody; set privacy.dp.secret=true"
+    ]
 
 
-def _shown(setup: RunSetup, samples: int, noise: float) -> str:
-    """What noise on shown representations promises one image: rows have length 1, so one changes by at most 2."""
-    times = max(1, -(-samples // max(1, int(min(setup.task.data.partition.sizes(), default=1)))))
-    rounds, delta = setup.config.rounds.total, 1e-5
-    spent = gaussian_epsilon(noise / (2 * math.sqrt(times)), rounds, delta)
+def _meaningless_epsilon(setup: RunSetup) -> list[str]:
+    """Warn of noise that is too small for a meaningful guarantee."""
+    account = budget(setup.config, setup.algorithm, setup.config.rounds.total)
+    if account is None or account.epsilon <= LARGE_EPSILON:
+        return []
+    return [
+        f"privacy.dp.noise={account.noise:g} gives no meaningful guarantee: after {account.planned} rounds epsilon "
+        f"is {format_epsilon(account.epsilon)}; raise the noise or set privacy.dp.epsilon"
+    ]
+
+
+def _noised_representations(setup: RunSetup) -> list[str]:
+    """Warn of representations that clients send with noise, with what that noise guarantees to one image."""
+    warnings = []
+    for observation in setup.algorithm.wants:
+        options = observation.options
+        if observation.name == "representation" and options.get("noise"):
+            warnings.append(_representation_guarantee(setup, int(options["samples"]), float(options["noise"])))
+    return warnings
+
+
+def _representation_guarantee(setup: RunSetup, samples: int, noise: float) -> str:
+    """Return the guarantee of noise on representations: rows have length 1, so one image changes one by at most 2."""
+    smallest = int(min(setup.task.data.partition.sizes(), default=1))
+    repetitions = max(1, math.ceil(samples / max(1, smallest)))  # of an image among the samples of a client
+    rounds = setup.config.rounds.total
+    delta = 1e-5
+    spent = gaussian_epsilon(noise / (2 * math.sqrt(repetitions)), rounds, delta)
     return (
         f"features that clients show with noise {noise:g} tell of one image, beyond what the update tells, at most "
         f"epsilon {spent:.3g} at delta {delta:g} in {rounds} rounds; in a simulation the noise follows from the seed"
     )
 
 
-def _one_by_one(setup: RunSetup) -> list[str]:
-    """What a run under secure aggregation still asks of each client by itself."""
-    mask, found = setup.config.trainable.sparse, list[str]()
-    if setup.algorithm.trainable.scores_data and mask.merge != "score_mean":
-        found.append(
-            f"trainable.sparse.merge={mask.merge!r} shows the server masks of the clients' own, outside secure "
+def _outside_account(setup: RunSetup) -> list[str]:
+    """Warn of preparations of a private run that its privacy account does not cover."""
+    algorithm = setup.algorithm
+    if algorithm.privacy.noise is None:
+        return []
+    channel = "the clear"
+    if algorithm.privacy.collects_sum:
+        channel = "secure aggregation, without noise"
+    warnings = []
+    if setup.config.head != "random":
+        warnings.append(
+            f"head initialisation sums feature statistics in {channel}, outside the account; "
+            "model.head='random' avoids it"
+        )
+    if algorithm.trainable.scores_data:
+        warnings.append(f"the mask is calibrated from Fisher scores summed in {channel}, outside the account")
+    return warnings
+
+
+def _visible_per_client(setup: RunSetup) -> list[str]:
+    """Warn of requests that a run under secure aggregation still sends to each client by itself."""
+    merge = setup.config.trainable.sparse.merge
+    warnings = []
+    if setup.algorithm.trainable.scores_data and merge != "score_mean":
+        warnings.append(
+            f"trainable.sparse.merge={merge!r} shows the server masks of the clients' own, outside secure "
             "aggregation; 'score_mean' hides their scores"
         )
     if setup.config.personal.evaluate != "never":
-        found.append("personal.evaluate shows the server each client's own accuracy and count, outside the hidden sum")
+        warnings.append(
+            "personal.evaluate shows the server each client's own accuracy and count, outside the hidden sum"
+        )
     if setup.task.data.blind:
-        found.append(
+        warnings.append(
             "the model is measured on images that clients hold: the server sees each one's counts, outside the hidden "
             "sum"
         )
-    return found
+    return warnings

@@ -277,7 +277,7 @@ class Sums:
         self.clients = tuple(clients)
         self.example_counts: ExampleCounts | None = None
         self.lost: dict[int, str] = {}
-        self.requested = 0
+        self.sums_requested = 0
         self.up = 0
         self.down = 0
 
@@ -299,12 +299,12 @@ class Sums:
         if self.privacy.collects_sum:
             # Sums outside the rounds are counted where they are hidden: clients serve each number once.
             request_settings["sums"] = action.name
-            number = self.requested
+            number = self.sums_requested
             space = action.name
         requests = []
         for client in self.clients:
             requests.append(Request(self.run, number, client, action.name, space, vector, auxiliary, request_settings))
-        self.requested += 1
+        self.sums_requested += 1
         if self.privacy.collects_sum:
             total, lost = self._sum_hidden(action, requests)
         else:

@@ -14,11 +14,10 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.aggregate.merging import aligned_weights, dare, fisher_mean, ties
 from fedgraft.client.observe import squared_gradients
-from fedgraft.core.errors import FedgraftError
 from fedgraft.core.space import select
 from fedgraft.edit import edit_file, task_vectors
 from fedgraft.local.train import LocalTraining
-from fedgraft.runs.edit_files import How, add_files
+from fedgraft.runs.edit_files import MergeRule, add_files
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -134,18 +133,19 @@ def edits(folder: Path) -> tuple[list[Path], list[task_vectors.Edit]]:
 def test_edits_are_merged_as_files(tmp_path: Path) -> None:
     files, made = edits(tmp_path)
     rows = torch.stack([edit.update() for edit in made])
-    found = add_files(files, None, tmp_path / "ties", how=How("ties", 0.5))
+    found = add_files(files, None, tmp_path / "ties", rule=MergeRule("ties", 0.5))
     assert torch.equal(found.values, ties(rows, EVEN, 0.5))
     assert torch.equal(edit_file.load_edit(tmp_path / "ties").values, found.values)
-    twice = [add_files(files, None, tmp_path / f"dare{i}", how=How("dare", 0.3, seed=4)).values for i in range(2)]
+    dare = MergeRule("dare", 0.3, seed=4)
+    twice = [add_files(files, None, tmp_path / f"dare{i}", rule=dare).values for i in range(2)]
     assert torch.equal(*twice) and not torch.equal(twice[0], weighted_mean(rows, EVEN))
     assert torch.equal(
         add_files(files, [1, 2, 1], tmp_path / "sum").values, task_vectors.add_edits(made, [1, 2, 1]).values
     )
-    with pytest.raises(FedgraftError, match="not 'slerp'"):
-        add_files(files, None, tmp_path / "no", how=How("slerp"))
-    with pytest.raises(FedgraftError, match="give --runs"):
-        add_files(files, None, tmp_path / "no", how=How("fisher"))
+    with raises("E-RUN-MERGE-RULE", rule="slerp"):
+        add_files(files, None, tmp_path / "no", rule=MergeRule("slerp"))
+    with raises("E-RUN-MERGE-RUNS", edits=3, runs=0):
+        add_files(files, None, tmp_path / "no", rule=MergeRule("fisher"))
 
 
 @pytest.mark.slow

@@ -245,7 +245,7 @@ def test_fisher_refuses_a_run_that_is_not_the_edits_own(runs: Path, tmp_path: Pa
         ("sum --seed 0", "has no --seed"),
         ("ties --seed 1", "has no --seed"),
         ("dare --runs x", "has no --runs"),
-        ("slerp", "sum, ties, dare, fisher, not 'slerp'"),
+        ("slerp", "choose sum, ties, dare, fisher"),
         ("ties --scales -1,2", "none below 0"),
         ("dare --scales 0,0", "not only 0"),
         ("fisher", "give --runs"),

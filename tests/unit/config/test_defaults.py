@@ -21,7 +21,7 @@ from fedgraft.local.train import LocalTraining
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.open_run import open_run
 from fedgraft.runs.rates import with_default_rates
-from fedgraft.runs.reporting import describe
+from fedgraft.runs.reporting import setup_line
 from fedgraft.runs.setup import setup_of
 from fedgraft.server import sample as server
 
@@ -123,7 +123,7 @@ def test_the_rates_are_written_out_when_a_run_opens(more: str, times: float) -> 
     state = server.start(setup.algorithm, opened.space.gather(setup.task.network), opened.space.trained)
     (order,) = server.instruct(setup.algorithm, setup.federation, state, [0], opened.space.digest)
     assert (order.settings["lr"], order.settings["head_lr"]) == (lr, factor)
-    assert f"rate {lr:.3g}, the head's {head:.3g}" in describe(setup, opened)
+    assert f"rate {lr:.3g}, the head's {head:.3g}" in setup_line(setup, opened)
 
 
 def test_a_core_takes_a_tenth_of_the_rate_of_drawn_factors() -> None:

@@ -16,7 +16,7 @@ from tests.support.machines import Machines, refused_rule
 from tests.support.tiny import without_pictures
 
 from fedgraft.client.policy import policy_toml
-from fedgraft.config.agreement import safe_for
+from fedgraft.config.agreement import safe_policy
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load, to_toml
 from fedgraft.core.messages import Request
@@ -71,7 +71,7 @@ def test_nodes_with_ledgers_give_the_bytes_of_one_process_and_a_rollback_resets_
     world: Any, tmp_path: Path
 ) -> None:
     config, machines = world()
-    policy = safe_for(config, build_algorithm(config))
+    policy = safe_policy(config, build_algorithm(config))
     for k in range(3):
         (machines.home(k).parent / "policy.toml").write_text(policy_toml(policy))
     run_deployed(config, tmp_path / "there", machines)
@@ -117,7 +117,7 @@ def test_a_server_killed_inside_a_secure_sum_is_resumed_to_the_same_bytes(
 
 def test_a_config_that_the_owner_did_not_agree_to_gets_not_even_a_greeting(world: Any) -> None:
     config, machines = world()
-    policy = safe_for(config, build_algorithm(config))
+    policy = safe_policy(config, build_algorithm(config))
     (machines.home(0).parent / "policy.toml").write_text(policy_toml(policy))
     other = load(None, [*SMALL, "privacy.aggregation=clear"])
     answer = machines.ask(0, replace(machines.requests[0], config=to_toml(other)))

@@ -18,7 +18,7 @@ from tests.support.machines import Machines, refused_rule
 from tests.support.tiny import tensors_of, without_pictures
 
 from fedgraft.client.policy import policy_toml
-from fedgraft.config.agreement import safe_for
+from fedgraft.config.agreement import safe_policy
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load
 from fedgraft.consortium.site_faults import findings
@@ -26,7 +26,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request
 from fedgraft.deploy import evaluate, preflight
 from fedgraft.deploy.deployed import run_deployed
-from fedgraft.deploy.evaluate import markdown_table, plan_evaluation
+from fedgraft.deploy.evaluate import evaluation_table, plan_evaluation
 from fedgraft.deploy.node import agreed_policies
 from fedgraft.privacy.secagg.keys import Identity, context, public_key, sign
 from fedgraft.runs.deliver import export_run
@@ -81,7 +81,7 @@ def kinds(answers: dict[str, Any]) -> set[str]:
 
 
 def allow(engine: Machines, client: int, config: Config, also: Sequence[str] = ()) -> None:
-    made = safe_for(config, build_algorithm(config), also)
+    made = safe_policy(config, build_algorithm(config), also)
     (engine.home(client).parent / "policy.toml").write_text(policy_toml(made))
 
 
@@ -268,7 +268,7 @@ def test_a_run_and_its_export_are_evaluated_alike_as_each_site_would(
         assert (cell["n"], cell["value"]) == (own.count, own.accuracy)
     assert of_run["clients"] == of_export["clients"] and of_run["pooled"]["accuracy"]["n"] == 36
     assert np.sum(of_run["confusion"]) == 36
-    assert [line.split(" | ")[0] for line in markdown_table(of_run, NAMES)][2:] == [
+    assert [line.split(" | ")[0] for line in evaluation_table(of_run, NAMES)][2:] == [
         "| north",
         "| south",
         "| east",
@@ -299,16 +299,16 @@ def test_an_evaluation_needs_the_whole_fingerprint_and_of_a_private_run_the_owne
     sites: dict[str, Path],
 ) -> None:
     config = load(None, SMALL)
-    owner = safe_for(config, build_algorithm(config), ["evaluate"])
+    owner = safe_policy(config, build_algorithm(config), ["evaluate"])
     assert agreed_policies(config, owner, "evaluate") and agreed_policies(config, None, "evaluate")
     with raises("E-REFUSED-CONFIG"):  # the same 64 bits, another config
         agreed_policies(config, replace(owner, config=config.digest + "0" * 48), "evaluate")
     noise = ["privacy.dp.noise=1.0", "rounds.sampling=poisson", "algorithm.weighting=uniform", "model.head=random"]
     private = load(None, [*SMALL, *noise])
-    for policy in (None, safe_for(private, build_algorithm(private))):
+    for policy in (None, safe_policy(private, build_algorithm(private))):
         with raises("E-REFUSED-ACTIONS"):
             agreed_policies(private, policy, "evaluate")
-    assert agreed_policies(private, safe_for(private, build_algorithm(private), ["evaluate"]), "evaluate")
+    assert agreed_policies(private, safe_policy(private, build_algorithm(private), ["evaluate"]), "evaluate")
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ SMALL = ["partition.clients=4", "rounds.total=2", "data.limit=200"]
             "batched, one by one, because batching",
         ),
         (["engine=batched", "local.clip=1.0"], Batched, "one by one, because local training with local.clip=1.0"),
-        (['data.augment=["flip","jitter"]', "workers=1"], InProcess, "features are not kept: data.augment has jitter"),
+        (['data.augment=["flip","jitter"]', "workers=1"], InProcess, "features are not cached: data.augment has"),
     ],
 )
 def test_a_run_follows_the_rule_and_says_so(

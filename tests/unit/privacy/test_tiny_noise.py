@@ -16,7 +16,7 @@ from fedgraft.privacy import accounting
 from fedgraft.privacy.accounting import Budget, epsilon, epsilon_known_cohorts, epsilon_rdp, noise_for
 from fedgraft.report.display import protection_rows
 from fedgraft.runs.loop import run
-from fedgraft.runs.plan import plan
+from fedgraft.runs.plan import plan_run
 
 PRIVATE = [
     "rounds.sampling=poisson",
@@ -124,5 +124,5 @@ def test_the_account_is_computed_before_anything_trains(tmp_path: Path, monkeypa
 
 
 def test_the_plan_warns_of_a_promise_that_is_none() -> None:
-    told = "\n".join(plan(tiny(*PRIVATE, "privacy.dp.noise=0.03")))
+    told = "\n".join(plan_run(tiny(*PRIVATE, "privacy.dp.noise=0.03")))
     assert "no meaningful guarantee" in told

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tests.support.errors import raises
 from torch import Tensor
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.runs import checkpoint
-from fedgraft.runs.checkpoint import BadCheckpoint
 
 
 def state(round: int) -> dict[str, Tensor]:
@@ -48,9 +47,9 @@ def fill(folder: Path, rounds: int) -> None:
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     meta = {"config_digest": "c", "history": [0.1, 1e-300], "name": "ü<&>", "nested": {"a": None}}
     path = checkpoint.save(tmp_path / "new", 7, state(7), meta, best=0.25)
-    found = checkpoint.load_latest(tmp_path / "new", "c")
-    assert found is not None and found.path == path and found.round == 7 and found.best == 0.25
-    assert found.meta == meta and equal(found.tensors, state(7)) and found.skipped == ()
+    latest = checkpoint.load_latest(tmp_path / "new", "c")
+    assert latest is not None and latest.path == path and latest.round == 7 and latest.best == 0.25
+    assert latest.meta == meta and equal(latest.tensors, state(7)) and latest.skipped == ()
 
 
 def test_file_is_plain_safetensors_and_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -63,16 +62,16 @@ def test_file_is_plain_safetensors_and_the_same_state_gives_the_same_bytes(tmp_p
 def test_a_view_with_strides_is_stored_by_value(tmp_path: Path) -> None:
     matrix = torch.arange(12.0).view(3, 4)
     checkpoint.save(tmp_path, 1, {"t": matrix.t(), "column": matrix[:, 1], "grad": matrix.clone().requires_grad_()}, {})
-    found = checkpoint.load_latest(tmp_path)
-    assert found is not None and equal(found.tensors, {"t": matrix.t(), "column": matrix[:, 1], "grad": matrix})
+    latest = checkpoint.load_latest(tmp_path)
+    assert latest is not None and equal(latest.tensors, {"t": matrix.t(), "column": matrix[:, 1], "grad": matrix})
 
 
 def test_loaded_tensors_do_not_hang_on_the_file(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 1, state(1), {})
-    found = checkpoint.load(path)
+    latest = checkpoint.load(path)
     path.write_bytes(b"\0" * path.stat().st_size)
-    found.tensors["vector"].add_(0)
-    assert equal(found.tensors, state(1))
+    latest.tensors["vector"].add_(0)
+    assert equal(latest.tensors, state(1))
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -90,8 +89,8 @@ def test_keeps_the_last_five_and_the_best_three(tmp_path: Path) -> None:
 def test_same_round_again_replaces(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, state(1), {"try": 1})
     checkpoint.save(tmp_path, 1, state(1), {"try": 2})
-    found = checkpoint.load_latest(tmp_path)
-    assert len(checkpoint.listing(tmp_path)) == 1 and found is not None and found.meta["try"] == 2
+    latest = checkpoint.load_latest(tmp_path)
+    assert len(checkpoint.listing(tmp_path)) == 1 and latest is not None and latest.meta["try"] == 2
 
 
 def test_damaged_later_rounds_do_not_push_out_the_new_one(tmp_path: Path) -> None:
@@ -101,29 +100,29 @@ def test_damaged_later_rounds_do_not_push_out_the_new_one(tmp_path: Path) -> Non
         path.write_bytes(b"broken")
     assert checkpoint.load_latest(tmp_path) is None
     checkpoint.save(tmp_path, 1, state(1), {})
-    found = checkpoint.load_latest(tmp_path)
-    assert found is not None and found.round == 1 and len(found.skipped) == 5
+    latest = checkpoint.load_latest(tmp_path)
+    assert latest is not None and latest.round == 1 and len(latest.skipped) == 5
 
 
 def test_stale_config_falls_back_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fill(tmp_path, 2)
     foreign = checkpoint.save(tmp_path, 3, state(3), {"config_digest": "another"})
     with caplog.at_level(logging.WARNING):
-        found = checkpoint.load_latest(tmp_path, "c")
-    assert found is not None and found.round == 2 and found.skipped == (foreign.name,)
+        latest = checkpoint.load_latest(tmp_path, "c")
+    assert latest is not None and latest.round == 2 and latest.skipped == (foreign.name,)
     assert "another config" in caplog.text and foreign.name in caplog.text
-    with pytest.raises(BadCheckpoint, match="another config"):
+    with raises("E-RUN-CHECKPOINT-FOREIGN"):
         checkpoint.load(foreign, "c")
 
 
 def test_renamed_files_are_refused(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 3, state(3), {})
     later = path.rename(tmp_path / path.name.replace("00000003", "00000009"))
-    with pytest.raises(BadCheckpoint, match="renamed"):
+    with raises("E-RUN-CHECKPOINT-RENAMED"):
         checkpoint.load(later)
-    with pytest.raises(BadCheckpoint, match="not named"):
+    with raises("E-RUN-CHECKPOINT-NAME"):
         checkpoint.load(later.rename(tmp_path / "model.safetensors"))
-    with pytest.raises(BadCheckpoint, match="cannot be read"):
+    with raises("E-RUN-CHECKPOINT-READ"):
         checkpoint.load(path)
 
 
@@ -160,16 +159,16 @@ def test_full_disk_at_every_step(tmp_path: Path, fault: Break) -> None:
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with (
         pytest.MonkeyPatch.context() as patch,
-        pytest.raises(FedgraftError, match=r"round 4 .*No space left") as caught,
+        raises("E-RUN-CHECKPOINT-WRITE", round=4) as caught,
     ):
         fault(patch)
         checkpoint.save(tmp_path, 4, state(4), {"config_digest": "c"})
-    assert str(caught.value).count(". ") == 0
+    assert "No space left" in caught.value.message
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert before.items() <= after.items() and not list(tmp_path.glob(".*"))
-    found = checkpoint.load_latest(tmp_path, "c")
-    assert found is not None and found.skipped == () and equal(found.tensors, state(found.round))
-    assert found.round == (4 if len(after) == 4 else 3)  # 4 only when the fault came after the rename
+    latest = checkpoint.load_latest(tmp_path, "c")
+    assert latest is not None and latest.skipped == () and equal(latest.tensors, state(latest.round))
+    assert latest.round == (4 if len(after) == 4 else 3)  # 4 only when the fault came after the rename
     fill(tmp_path, 5)  # and the run goes on
 
 
@@ -177,8 +176,8 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     original = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: original(fd, memoryview(data)[:7]))
     checkpoint.save(tmp_path, 1, state(1), {})
-    found = checkpoint.load_latest(tmp_path)
-    assert found is not None and equal(found.tensors, state(1))
+    latest = checkpoint.load_latest(tmp_path)
+    assert latest is not None and equal(latest.tensors, state(1))
 
 
 def test_interrupt_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +199,7 @@ def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
 
 def test_unwritable_folder_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(FedgraftError, match="could not be written"):
+    with raises("E-RUN-CHECKPOINT-WRITE"):
         checkpoint.save(tmp_path / "file", 1, state(1), {})
 
 
@@ -248,9 +247,9 @@ class Ours:
         checkpoint.save(self.folder, round, state(round), {})
 
     def load(self) -> tuple[int, dict[str, Tensor]]:
-        found = checkpoint.load_latest(self.folder)
-        assert found is not None
-        return found.round, dict(found.tensors)
+        latest = checkpoint.load_latest(self.folder)
+        assert latest is not None
+        return latest.round, dict(latest.tensors)
 
 
 def outcome(way: Naive | Ours) -> str:
@@ -279,7 +278,7 @@ def damage(kind: str, path: Path, dice: random.Random) -> None:
 
 def trials(way: type[Naive] | type[Ours], kind: str, folder: Path, count: int) -> list[str]:
     """Save two rounds, then damage the newest file again and again and see what loads."""
-    dice, found = random.Random(kind), []
+    dice, outcomes = random.Random(kind), []
     folder.mkdir()
     saver = way(folder)
     saver.save(1)
@@ -288,10 +287,10 @@ def trials(way: type[Naive] | type[Ours], kind: str, folder: Path, count: int) -
     whole = path.read_bytes()
     for _ in range(count):
         damage(kind, path, dice)
-        found.append(outcome(saver))
+        outcomes.append(outcome(saver))
         path.write_bytes(whole)
     assert outcome(saver) == "good"  # without damage both ways work
-    return found
+    return outcomes
 
 
 @pytest.mark.slow
@@ -299,10 +298,10 @@ def trials(way: type[Naive] | type[Ours], kind: str, folder: Path, count: int) -
 def test_damage_never_loads_and_falls_back(tmp_path: Path, kind: str, count: int) -> None:
     logging.getLogger("fedgraft.runs.checkpoint").disabled = True
     try:
-        found = trials(Ours, kind, tmp_path / "ours", count)
+        outcomes = trials(Ours, kind, tmp_path / "ours", count)
     finally:
         logging.getLogger("fedgraft.runs.checkpoint").disabled = False
-    assert found.count("good") == count
+    assert outcomes.count("good") == count
 
 
 @pytest.mark.slow
@@ -351,7 +350,7 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
         child.kill()
         reported = int((child.stdout.read().split() or ["1"])[-1])
         child.communicate()
-        found = checkpoint.load_latest(folder)
-        assert found is not None and found.skipped == () and found.round >= reported
-        assert torch.equal(found.tensors["v"], torch.full((200_000,), float(found.round)))
+        latest = checkpoint.load_latest(folder)
+        assert latest is not None and latest.skipped == () and latest.round >= reported
+        assert torch.equal(latest.tensors["v"], torch.full((200_000,), float(latest.round)))
         assert len(checkpoint.listing(folder)) <= 5 + 3 + 1  # one more when the kill came before the old was deleted

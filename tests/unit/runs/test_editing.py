@@ -68,19 +68,19 @@ def opened(*overrides: str) -> Open:
     return Open(load(None, [*OVERRIDES, *overrides]))
 
 
-def base(found: Any) -> VisionNetwork:
+def base(opened_run: Any) -> VisionNetwork:
     """The network a job began with."""
-    return finished.Adapted(found.setup, found.opened, torch.zeros(0)).base().eval()
+    return finished.Adapted(opened_run.setup, opened_run.opened, torch.zeros(0)).base().eval()
 
 
-def brute_force(found: Open, rows: Tensor) -> dict[str, Tensor]:
+def brute_force(opened_run: Open, rows: Tensor) -> dict[str, Tensor]:
     """Squared gradients of the loss, sample by sample with plain autograd, summed and divided by their number."""
-    network = base(found)
+    network = base(opened_run)
     parameters = dict(network.named_parameters())
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     for row in rows:
         loss = cross_entropy(
-            network(found.task.eval_images.batch(row[None])), found.task.train_images.labels[row][None]
+            network(opened_run.task.eval_images.batch(row[None])), opened_run.task.train_images.labels[row][None]
         )
         for name, grad in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
             total[name] += grad.double().square()
@@ -92,17 +92,17 @@ def test_scores_are_the_central_ones() -> None:
     setup = opened('trainable.sparse.labels="true"', "trainable.sparse.calibration=oneshot")
     kind, ask = setup.setup.algorithm.trainable, FederationAsk(setup.setup, Engines(setup.setup))
     assert isinstance(kind, Sparse)
-    found = kind._scores(base(setup), ask, 1)
+    by_layer = kind._scores(base(setup), ask, 1)
     wanted = brute_force(setup, setup.data.train_rows)
-    assert set(found) == {name for name in wanted if ".layers." in name}
-    for name, scores in found.items():
+    assert set(by_layer) == {name for name in wanted if ".layers." in name}
+    for name, scores in by_layer.items():
         if name.endswith("k_proj.bias"):  # without effect: what is there is rounding
             assert float(scores.max()) < 1e-9 * float(wanted[name.replace("k_proj", "q_proj")].max())
             continue
         torch.testing.assert_close(scores.double(), wanted[name], rtol=2e-3, atol=1e-6 * float(wanted[name].max()))
     some = brute_force(setup, setup.data.rows(0))  # the planted mistake: one client's data instead of everyone's
     assert any(
-        not torch.allclose(found[n].double(), some[n], rtol=2e-3, atol=1e-6 * float(some[n].max())) for n in found
+        not torch.allclose(by_layer[n].double(), some[n], rtol=2e-3, atol=1e-6 * float(some[n].max())) for n in by_layer
     )
 
 
@@ -132,19 +132,19 @@ def test_calibrating_leaves_the_network_alone() -> None:
 
 @pytest.mark.slow
 def test_a_mask_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    draws: list[int] = []
     scores = Sparse._scores
-    monkeypatch.setattr(Sparse, "_scores", lambda self, n, a, draw: (asked.append(draw), scores(self, n, a, draw))[1])
+    monkeypatch.setattr(Sparse, "_scores", lambda self, n, a, draw: (draws.append(draw), scores(self, n, a, draw))[1])
     first = opened().mask
-    assert asked == [1, 2]
-    assert opened().mask == first and opened("local.lr=0.5").mask == first and len(asked) == 2
+    assert draws == [1, 2]
+    assert opened().mask == first and opened("local.lr=0.5").mask == first and len(draws) == 2
     for word in ("seed=1", "trainable.sparse.sparsity=0.8", "model.ridge=2.0", "partition.clients=2"):
-        before = len(asked)
-        assert opened(word).mask != first and len(asked) > before  # another network, recipe or partition: another mask
+        before = len(draws)
+        assert opened(word).mask != first and len(draws) > before  # another network, recipe or partition: another mask
     for path in (cache / "edits").iterdir():
         path.write_bytes(path.read_bytes()[:-1] + b"\x55")
-    before = len(asked)
-    assert opened().mask == first and len(asked) == before + 2  # a damaged one is made anew
+    before = len(draws)
+    assert opened().mask == first and len(draws) == before + 2  # a damaged one is made anew
 
 
 def interrupted(folder: Path, overrides: list[str], after: int) -> None:
@@ -165,9 +165,9 @@ def interrupted(folder: Path, overrides: list[str], after: int) -> None:
 
 def last(folder: Path) -> checkpoint.Checkpoint:
     record = RunFolder.open(folder)
-    found = checkpoint.load_latest(record.checkpoints, record.config_digest)
-    assert found is not None
-    return found
+    latest = checkpoint.load_latest(record.checkpoints, record.config_digest)
+    assert latest is not None
+    return latest
 
 
 @pytest.mark.slow

@@ -37,12 +37,12 @@ def sums(toy: Toy, clients: Iterable[int] = CLIENTS) -> Sums:
 def test_sums_over_clients_are_the_sums_over_the_pool() -> None:
     toy, features, labels, _ = setting()
     asking = sums(toy)
-    found = asking.ask(action_named("statistics"))
+    sums_of_clients = asking.ask(action_named("statistics"))
     z = torch.cat([features, torch.ones(len(features), 1, dtype=torch.float64)], 1)
-    torch.testing.assert_close(found["gram"], z.T @ z, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sums_of_clients["gram"], z.T @ z, rtol=1e-5, atol=1e-4)
     one_hot = torch.nn.functional.one_hot(labels, CLASSES).double()
-    torch.testing.assert_close(found["cross"], z.T @ one_hot, rtol=1e-5, atol=1e-4)
-    assert set(found) == {"gram", "cross"} and asking.clients == tuple(CLIENTS) and not asking.lost
+    torch.testing.assert_close(sums_of_clients["cross"], z.T @ one_hot, rtol=1e-5, atol=1e-4)
+    assert set(sums_of_clients) == {"gram", "cross"} and asking.clients == tuple(CLIENTS) and not asking.lost
 
 
 def test_the_ridge_head_is_scikit_learns_on_the_pool() -> None:
@@ -110,13 +110,13 @@ def test_the_probe_head_is_logistic_regression_on_the_pool() -> None:
 def test_the_summed_gradient_is_autograds() -> None:
     toy, features, labels, _ = setting()
     head = torch.randn(CLASSES, WIDTH + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = sums(toy).ask(action_named("head_gradient"), head=head)
+    answer = sums(toy).ask(action_named("head_gradient"), head=head)
     z = torch.cat([features, torch.ones(len(features), 1, dtype=torch.float64)], 1)
     leaf = head.clone().requires_grad_()
     loss = torch.nn.functional.cross_entropy(z @ leaf.T, labels, reduction="sum")
     loss.backward()
-    torch.testing.assert_close(found["gradient"], leaf.grad, rtol=1e-5, atol=1e-5)
-    assert float(found["loss"]) == pytest.approx(float(loss.detach()), rel=1e-6)
+    torch.testing.assert_close(answer["gradient"], leaf.grad, rtol=1e-5, atol=1e-5)
+    assert float(answer["loss"]) == pytest.approx(float(loss.detach()), rel=1e-6)
 
 
 def test_tempering_scales_and_never_worsens_the_loss() -> None:

@@ -28,13 +28,13 @@ def quick() -> Iterator[None]:
 
 def test_validation_is_measured_on_rows_that_no_client_trains_on() -> None:
     """Against a plain loop over the held-out rows."""
-    found = Open(tiny())
-    held, task = found.data.validation_rows, found.task
-    trained = {int(row) for k in range(3) for row in found.data.rows(k)}
+    run = Open(tiny())
+    held, task = run.data.validation_rows, run.task
+    trained = {int(row) for k in range(3) for row in run.data.rows(k)}
     assert len(held) and not trained & set(held.tolist())
-    vector = found.space.gather(found.network)
-    measured = Measure(found.setup, found.opened, found.engine()).validation(vector, 0).plain
-    logits = found.network(task.eval_images.batch(held)).detach()
+    vector = run.space.gather(run.network)
+    measured = Measure(run.setup, run.opened, run.engine()).validation(vector, 0).plain
+    logits = run.network(task.eval_images.batch(held)).detach()
     labels = task.eval_images.labels[held]
     assert measured.count == len(held)
     assert measured.accuracy == pytest.approx(float((logits.argmax(1) == labels).float().mean()))
@@ -42,17 +42,17 @@ def test_validation_is_measured_on_rows_that_no_client_trains_on() -> None:
 
 
 def test_a_clients_own_accuracy_is_that_of_its_own_model() -> None:
-    found = Open(tiny())
-    state = found.begin()
-    own, asked = state.vector + 1, list[Request]()
+    run = Open(tiny())
+    state = run.begin()
+    own, requested = state.vector + 1, list[Request]()
 
     class Noting:
         def exchange(self, requests: Sequence[Request]) -> list[Any]:
-            asked.extend(requests)
+            requested.extend(requests)
             return []
 
-    Measure(found.setup, found.opened, Noting()).personal(replace(state, personal={1: own}))  # type: ignore[arg-type]
-    carried = {request.client: request.vector for request in asked}
+    Measure(run.setup, run.opened, Noting()).personal(replace(state, personal={1: own}))  # type: ignore[arg-type]
+    carried = {request.client: request.vector for request in requested}
     assert torch.equal(carried[1], own) and torch.equal(carried[0], state.vector)
 
 
@@ -65,19 +65,19 @@ def test_the_head_is_chosen_on_validation_rows(monkeypatch: pytest.MonkeyPatch) 
             super().__init__(features, labels)
 
     monkeypatch.setattr(head_init, "LocalScorer", Noting)
-    found = Open(tiny())
-    assert torch.equal(seen[0], found.task.train_images.labels[found.data.validation_rows])
+    opened = Open(tiny())
+    assert torch.equal(seen[0], opened.task.train_images.labels[opened.data.validation_rows])
 
 
 class Judged:
     """Validation that says what it is told, by round, and notes every model it and the final test are shown."""
 
     def __init__(self, accuracies: Sequence[float], patch: pytest.MonkeyPatch) -> None:
-        self.shown: dict[int, Tensor] = {}
+        self.measured: dict[int, Tensor] = {}
         self.tested: list[Tensor] = []
 
         def validation(measure: Measure, vector: Tensor, round: int) -> Measurement:
-            self.shown[round] = vector.clone()
+            self.measured[round] = vector.clone()
             return Measurement(Evaluation(1.0, accuracies[round], 1.0, 10), {})
 
         def test(measure: Measure, vector: Tensor, round: int) -> Measurement:
@@ -94,14 +94,14 @@ def test_the_final_test_is_of_the_best_model_and_not_of_the_last(
     judged = Judged([0.1, 0.9, 0.5, 0.4], monkeypatch)
     summary = run(tiny("rounds.total=3"), tmp_path / "run", console=False)
     assert summary["best_round"] == 1 and summary["validation"]["accuracy"] == 0.9
-    assert len(judged.tested) == 1 and torch.equal(judged.tested[0], judged.shown[1])
-    assert not torch.equal(judged.shown[1], judged.shown[3])  # else this would say nothing
+    assert len(judged.tested) == 1 and torch.equal(judged.tested[0], judged.measured[1])
+    assert not torch.equal(judged.measured[1], judged.measured[3])  # else this would say nothing
 
 
 def test_of_equally_good_rounds_the_first_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judged = Judged([0.5, 0.7, 0.7], monkeypatch)
     assert run(tiny(), tmp_path / "run", console=False)["best_round"] == 1
-    assert torch.equal(judged.tested[0], judged.shown[1])
+    assert torch.equal(judged.tested[0], judged.measured[1])
 
 
 def test_a_resumed_run_remembers_the_best_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,4 +118,4 @@ def test_a_resumed_run_remembers_the_best_model(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(KeyboardInterrupt):
             run(tiny("rounds.total=3"), tmp_path / "run", console=False)
     assert run(tiny("rounds.total=3"), tmp_path / "run", console=False)["best_round"] == 1
-    assert torch.equal(judged.tested[0], judged.shown[1])
+    assert torch.equal(judged.tested[0], judged.measured[1])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.errors import raises
 from tests.support.toy import Toy
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from fedgraft.config.load import load
 from fedgraft.local.train import LocalTraining
 from fedgraft.runs import checkpoint
 from fedgraft.runs import loop as run_module
-from fedgraft.runs.checkpoint import BadCheckpoint
 from fedgraft.runs.loop import run
 from fedgraft.runs.personal_store import PersonalStore
 
@@ -92,16 +92,16 @@ def test_files_that_nobody_names_are_deleted(tmp_path: Path) -> None:
         store = after(store, round, [0, 1], rows(round, round))
         checkpoint.save(checkpoints, round, {"x": torch.zeros(1)}, {"personal": store.sealed()})
         store.release(checkpoints)
-    kept = [int(path.name.split("-")[1]) for path in checkpoint.listing(checkpoints)]
-    assert [int(name[6:14]) for name in files(folder)] == kept == [9, 10, 11, 12, 13]
+    rounds = [int(path.name.split("-")[1]) for path in checkpoint.listing(checkpoints)]
+    assert [int(name[6:14]) for name in files(folder)] == rounds == [9, 10, 11, 12, 13]
 
 
 def test_resuming_does_not_take_away_what_older_checkpoints_need(tmp_path: Path) -> None:
     folder = tmp_path / "personal"
-    one = after(PersonalStore.create(folder, 3), 0, [0], rows(1))
-    old = one.sealed()
-    two = after(one, 1, [0], rows(2))
-    new = two.sealed()
+    first = after(PersonalStore.create(folder, 3), 0, [0], rows(1))
+    old = first.sealed()
+    second = after(first, 1, [0], rows(2))
+    new = second.sealed()
     again = PersonalStore.restore(folder, 3, new)
     later = after(after(again, 2, [0], rows(3)), 3, [0], rows(4))
     assert torch.equal(later[0], rows(4)[0])
@@ -117,7 +117,7 @@ def test_a_damaged_file_makes_its_checkpoints_bad(tmp_path: Path, harm: str) -> 
     path.unlink()
     if harm != "gone":
         path.write_bytes(data if harm == "flip" else data[:-4])
-    with pytest.raises(BadCheckpoint, match="personal models of round 0 are missing or damaged"):
+    with raises("E-RUN-PERSONAL-DAMAGED", round=0):
         PersonalStore.restore(tmp_path, 3, sealed)
 
 
@@ -151,13 +151,13 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 def models(folder: Path) -> dict[int, Tensor]:
     """The personal models in the last checkpoint, wherever they lie."""
-    found = checkpoint.load_latest(folder / "checkpoints")
-    assert found is not None
-    inside = {int(n.partition("/")[2]): t for n, t in found.tensors.items() if n.startswith("personal/")}
-    if "personal" not in found.meta:
+    latest = checkpoint.load_latest(folder / "checkpoints")
+    assert latest is not None
+    inside = {int(n.partition("/")[2]): t for n, t in latest.tensors.items() if n.startswith("personal/")}
+    if "personal" not in latest.meta:
         return inside
     assert not inside
-    return dict(PersonalStore.restore(folder / "personal", len(found.tensors["vector"]), found.meta["personal"]))
+    return dict(PersonalStore.restore(folder / "personal", len(latest.tensors["vector"]), latest.meta["personal"]))
 
 
 def same(a: dict[int, Tensor], b: dict[int, Tensor]) -> bool:
@@ -236,7 +236,7 @@ def test_without_the_check_the_damage_would_go_unnoticed(
     newest = folder / "personal" / "round-00000004.f32"
     newest.write_bytes(bytes(len(newest.read_bytes())))
     real = PersonalStore.restore.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr("fedgraft.runs.personal_store._Shelf.digest", lambda self, round: "")
+    monkeypatch.setattr("fedgraft.runs.personal_store._RowFiles.digest", lambda self, round: "")
     careless = lambda cls, f, n, saved: real(cls, f, n, {**saved, "files": dict.fromkeys(saved["files"], "")})  # noqa: E731
     monkeypatch.setattr(PersonalStore, "restore", classmethod(careless))
     run(load(None, [*TINY, ON_DISK]), folder, console=False)

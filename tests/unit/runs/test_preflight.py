@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tests.support.errors import raises
 from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
@@ -134,8 +135,8 @@ def test_clean_data_has_nothing_to_find(clean: Path) -> None:
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_planted_fault_is_found_by_its_name(kind: str, data: Path) -> None:
     FAULTS[kind](data)
-    found = {one.kind for one in run_preflight(config(data))[1]}
-    assert kind.strip() in found
+    kinds = {finding.kind for finding in run_preflight(config(data))[1]}
+    assert kind.strip() in kinds
 
 
 @pytest.mark.parametrize(
@@ -150,21 +151,25 @@ def test_a_planted_fault_is_found_by_its_name(kind: str, data: Path) -> None:
 )
 def test_what_only_a_node_can_lack_is_found_too(field: str, value: object, kind: str, clean: Path) -> None:
     facts = run_preflight(config(clean))[0]
-    found = findings([{**facts[0], field: value}, *facts[1:]])
-    assert kind in {one.kind for one in found}
+    reported = findings([{**facts[0], field: value}, *facts[1:]])
+    assert kind in {finding.kind for finding in reported}
 
 
 def test_small_counts_and_single_images_stay_hidden(data: Path, tmp_path: Path) -> None:
     keep(data / TRAIN, 2)
     keep(data / "south/test/melanoma", 1)
-    facts, found = run_preflight(config(data))
+    facts, reported = run_preflight(config(data))
     assert {f["site"]: f["classes"]["melanoma"] for f in facts} == {"east": 13, "north": 13, "south": None}
-    page = module.write_preflight(tmp_path / "out", facts, found).read_text()
-    told, digests = module.site_facts("a", *_one(data))
-    assert "fewer than 5" in page and len(digests) == told["images"] and digests[0].hex() not in json.dumps(told)
+    page = module.write_preflight(tmp_path / "out", facts, reported).read_text()
+    facts_of_site, digests = module.site_facts("a", *_one(data))
+    assert (
+        "fewer than 5" in page
+        and len(digests) == facts_of_site["images"]
+        and digests[0].hex() not in json.dumps(facts_of_site)
+    )
     shutil.copy(data / TRAIN / "0.png", data / TRAIN / "copy.png")
-    told, _ = module.site_facts("a", *_one(data, 2))
-    assert told["faults"] == {"duplicates": None}  # one image is about one person
+    facts_of_site, _ = module.site_facts("a", *_one(data, 2))
+    assert facts_of_site["faults"] == {"duplicates": None}  # one image is about one person
 
 
 def _one(data: Path, site: int = 0) -> tuple[object, list[np.ndarray]]:
@@ -178,7 +183,7 @@ def test_a_map_settles_slips_and_a_run_refuses_them_without_one(data: Path, tmp_
     from fedgraft.config.federate import federate
 
     rename(data, "Melanoma ")
-    with pytest.raises(FedgraftError, match=r'data.class_map = \{"melanoma" = "Melanoma "\}'):
+    with raises("E-DATA-SIMILAR-CLASSES"):
         federate(config(data))
     (tmp_path / "map.toml").write_text('"Melanoma " = "melanoma"\n')
     settled = config(data, f"data.class_map={tmp_path / 'map.toml'}")
@@ -192,9 +197,11 @@ def test_the_spelling_of_most_sites_is_kept_and_the_window_is_the_configs(data: 
     rename(data, "Melanoma")
     for i in range(8):
         picture(mode="I;16").save(data / "south/train/benign" / f"{i}.png")
-    found = run_preflight(config(data))[1]
-    assert 'data.class_map = {"Melanoma" = "melanoma"}' in next(one.text for one in found if one.kind == "class_case")
-    assert "missing_class" not in {one.kind for one in found}  # that it is missing follows from the slip
+    reported = run_preflight(config(data))[1]
+    assert 'data.class_map = {"Melanoma" = "melanoma"}' in next(
+        finding.text for finding in reported if finding.kind == "class_case"
+    )
+    assert "missing_class" not in {finding.kind for finding in reported}  # that it is missing follows from the slip
     bright = [run_preflight(config(data, *more))[0][2]["intensity"][0] for more in ((), ["data.grey_window=[0,65535]"])]
     assert bright[0] > bright[1] + 0.05  # nearly all of a deep image is above 255
 
@@ -207,9 +214,9 @@ def test_like_names_at_one_site_are_two_classes_and_stop_nobody(data: Path) -> N
     for site in ("east", "north", "south"):
         rename(data, "horse", site, "benign")
         rename(data, "house", site)
-    assert [(one.kind, one.stops) for one in run_preflight(config(data))[1]] == [("class_similar", False)]
+    assert [(finding.kind, finding.stops) for finding in run_preflight(config(data))[1]] == [("class_similar", False)]
     rename(data, "house ", "south", "horse")
-    stopped = {one.kind: one.text for one in run_preflight(config(data))[1] if one.stops}
+    stopped = {finding.kind: finding.text for finding in run_preflight(config(data))[1] if finding.stops}
     assert "'house ' (south)" in stopped["class_space"]  # a space is a slip, wherever it is
 
 

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.errors import raises
 from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
 from fedgraft.consortium.profile import Row, phase_rows, profile_rows, profile_run
 from fedgraft.consortium.roofline import Roofline, best_seconds, measure_roofline
-from fedgraft.core.errors import FedgraftError
 from fedgraft.runs.centralized import run_centralized
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.loop import run
@@ -25,8 +25,8 @@ def test_the_roofline_is_the_slower_of_the_two_limits() -> None:
     assert PEAK.seconds(200.0, 5.0) == 2.0 and PEAK.seconds(200.0, 50.0) == 5.0 and PEAK.seconds(0.0) == 0.0
     wrong = PEAK.seconds(200.0) + PEAK.seconds(0.0, 50.0)  # as if a machine could not do both at once
     assert wrong != PEAK.seconds(200.0, 50.0)
-    found = measure_roofline(1)
-    assert found.flops > 1e8 and found.bandwidth > 1e7
+    roofline = measure_roofline(1)
+    assert roofline.flops > 1e8 and roofline.bandwidth > 1e7
     calls: list[int] = []
     assert best_seconds(lambda: calls.append(1), 3) >= 0 and len(calls) == 4
 
@@ -61,28 +61,28 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_run_is_profiled_by_phase_and_layer(finished: Path) -> None:
-    found = profile_run(finished)
+    profile = profile_run(finished)
     lines = RunFolder.open(finished).metrics()
-    phases = {row.name: row for row in found.phases}
+    phases = {row.name: row for row in profile.phases}
     assert phases["exchange"].seconds == pytest.approx(sum(line["seconds"].get("exchange", 0) for line in lines))
     assert {"aggregate", "evaluate", "head initialisation", "checkpoints", "figures and report"} <= set(phases)
     assert phases["exchange"].flops > 0 and phases["aggregate"].moved > 0
-    names = [row.name for row in found.layers]
+    names = [row.name for row in profile.layers]
     assert names[0] == "stem, block 0 forward" and {"block 1 backward", "head forward", "head backward"} <= set(names)
-    flops = {row.name: row.flops for row in found.layers}
+    flops = {row.name: row.flops for row in profile.layers}
     assert flops["head forward"] == 2 * 64 * (4 * 8 * 8) * 10  # batch, width, classes
     assert flops["head backward"] == 2 * flops["head forward"]  # by the inputs and by the weights
     # Nothing lies before the first block, so it has one product less to do backward.
     assert flops["stem, block 0 backward"] == flops["stem, block 0 forward"]
-    assert found.sent["bytes_up"] == sum(line.get("bytes_up", 0) for line in lines)
-    assert found.megabytes["this process"] > 10
-    assert len(profile_rows(found)) == len(found.phases) + len(found.layers)
+    assert profile.sent["bytes_up"] == sum(line.get("bytes_up", 0) for line in lines)
+    assert profile.megabytes["this process"] > 10
+    assert len(profile_rows(profile)) == len(profile.phases) + len(profile.layers)
 
 
 @pytest.mark.slow
 def test_it_is_kept_and_shown_in_the_report(finished: Path) -> None:
-    shown = CliRunner().invoke(app, ["profile", str(finished)])
-    assert shown.exit_code == 0 and "exchange" in shown.output and "GFLOP/s" in shown.output
+    command = CliRunner().invoke(app, ["profile", str(finished)])
+    assert command.exit_code == 0 and "exchange" in command.output and "GFLOP/s" in command.output
     assert json.loads((finished / "profile.json").read_text())["layers"]
     assert (finished / "figures" / "profile.png").stat().st_size > 1000
     picture = base64.b64encode((finished / "figures" / "profile.png").read_bytes()).decode()
@@ -93,11 +93,11 @@ def test_it_is_kept_and_shown_in_the_report(finished: Path) -> None:
 def test_a_run_in_one_place_is_profiled_too(tmp_path: Path) -> None:
     overrides = ["model.name=cnn:width=2", "trainable.kind=everything", "data.limit=90", "centralized.epochs=1"]
     run_centralized(load(None, [*overrides, "centralized.kind=finetune"]), tmp_path / "run", console=False)
-    found = profile_run(tmp_path / "run")
-    assert found.sent == {"bytes_up": 0, "bytes_down": 0} and found.layers
+    profile = profile_run(tmp_path / "run")
+    assert profile.sent == {"bytes_up": 0, "bytes_down": 0} and profile.layers
 
 
 def test_a_run_without_a_round_is_refused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", "", "digest")
-    with pytest.raises(FedgraftError, match="nothing to profile"):
+    with raises("E-CONSORTIUM-NO-ROUND"):
         profile_run(tmp_path / "run")

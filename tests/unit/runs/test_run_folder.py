@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.errors import raises
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import json_ready, read_metrics, without_timing
 from fedgraft.report.run_record import describe_run, list_runs
 from fedgraft.runs import checkpoint, environment
@@ -30,9 +30,9 @@ def line(round: int, **more: Any) -> dict[str, Any]:
 
 def train(run: RunFolder, until: int, stop_at: int | None = None, every: int = 3) -> None:
     """A run in miniature: the state is the sum of the rounds; it stops short like a kill would."""
-    found = run.resume()
-    total = torch.zeros(()) if found is None else found.tensors["total"]
-    for round in range(1 if found is None else found.round + 1, until + 1):
+    latest = run.resume()
+    total = torch.zeros(()) if latest is None else latest.tensors["total"]
+    for round in range(1 if latest is None else latest.round + 1, until + 1):
         total = total + round
         run.append(line(round, total=float(total), seconds={"a": torch.rand(()).item()}))
         if stop_at == round:
@@ -72,16 +72,16 @@ def test_layout_and_reading_back(run: RunFolder) -> None:
 
 def test_same_config_opens_and_another_is_refused(run: RunFolder) -> None:
     assert RunFolder.create(run.path, "rounds = 10\n", "digest").config_digest == "digest"
-    with pytest.raises(FedgraftError, match="belongs to a run of another config"):
+    with raises("E-RUN-FOLDER-FOREIGN"):
         RunFolder.create(run.path, "rounds = 11\n", "other")
     assert run.config_text == "rounds = 10\n"
 
 
 def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(FedgraftError, match="not empty and holds no run"):
+    with raises("E-RUN-FOLDER-TAKEN"):
         RunFolder.create(tmp_path, "", "digest")
-    with pytest.raises(FedgraftError, match="no run in"):
+    with raises("E-REPORT-NO-RUN"):
         RunFolder.open(tmp_path)
 
 
@@ -92,11 +92,11 @@ def test_a_kill_during_create_can_be_repeated(tmp_path: Path) -> None:
 
 
 def test_writing_needs_the_lock(run: RunFolder) -> None:
-    with pytest.raises(FedgraftError, match="not open for writing"):
+    with raises("E-RUN-FOLDER-CLOSED"):
         run.append(line(1))
     with (
         run.writing(console=False),
-        pytest.raises(FedgraftError, match=f"in use by process {os.getpid()}"),
+        raises("E-RUN-FOLDER-IN-USE", process=str(os.getpid())),
         RunFolder(run.path).writing(console=False),
     ):
         pass
@@ -113,7 +113,7 @@ def test_a_second_process_is_kept_out_and_a_killed_one_frees_the_folder(run: Run
     try:
         assert child.stdout is not None and child.stdout.readline() == "in\n"
         assert run.status == "running"
-        with pytest.raises(FedgraftError, match=f"process {child.pid}"), run.writing(console=False):
+        with raises("E-RUN-FOLDER-IN-USE", process=str(child.pid)), run.writing(console=False):
             pass
     finally:
         child.send_signal(signal.SIGKILL)
@@ -168,7 +168,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 def test_damaged_state_file_is_one_sentence(run: RunFolder) -> None:
     (run.path / "run.json").write_text("{")
-    with pytest.raises(FedgraftError, match="not JSON"):
+    with raises("E-REPORT-DAMAGED-JSON"):
         _ = run.status
 
 
@@ -199,11 +199,11 @@ def test_full_disk_is_one_sentence(run: RunFolder, monkeypatch: pytest.MonkeyPat
         run.append(line(1))
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", full)
-            with pytest.raises(FedgraftError, match=r"metrics.jsonl could not be written \(No space left"):
+            with raises("E-RUN-METRICS-WRITE"):
                 run.append(line(2))
-            with pytest.raises(FedgraftError, match=r"summary.json could not be written \(No space left"):
+            with raises("E-CORE-WRITE", path=str(run.path / "summary.json")):
                 run.finish({})
-            with pytest.raises(FedgraftError, match="could not be written"):
+            with raises("E-CORE-WRITE", path=str(run.metrics_path)):
                 run.rewind(1)
         run.append(line(2))
     assert [m["round"] for m in run.metrics()] == [1, 2]
@@ -249,9 +249,9 @@ def test_environment_and_a_change_of_it(run: RunFolder, monkeypatch: pytest.Monk
     assert first["packages"]["torch"] == torch.__version__ and first["threads"] == torch.get_num_threads()
     with run.writing(console=False):
         pass
-    assert "other ground" not in (run.path / "log.txt").read_text()
-    changed = {**environment.facts(), "threads": 999, "packages": {**first["packages"], "numpy": "0.1"}}
-    monkeypatch.setattr(environment, "facts", lambda: changed)
+    assert "another environment" not in (run.path / "log.txt").read_text()
+    changed = {**environment.machine_facts(), "threads": 999, "packages": {**first["packages"], "numpy": "0.1"}}
+    monkeypatch.setattr(environment, "machine_facts", lambda: changed)
     with run.writing(console=False):
         pass
     warning = (run.path / "log.txt").read_text()
@@ -262,7 +262,7 @@ def test_environment_and_a_change_of_it(run: RunFolder, monkeypatch: pytest.Monk
 def test_environment_outside_a_checkout(tmp_path: Path) -> None:
     (tmp_path / "__init__.py").write_text("")
     assert environment.revision(tmp_path) is None and environment.installed("no-such-package") is None
-    assert environment.processor(tmp_path / "none") and environment.facts()["command"] == sys.argv
+    assert environment.processor(tmp_path / "none") and environment.machine_facts()["command"] == sys.argv
 
 
 def test_listing(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.errors import raises
 
-from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.runs.trackers import TRACKERS, Careful, NoTracker, numbers, tracker
+from fedgraft.core.errors import FedgraftError
+from fedgraft.runs.trackers import TRACKERS, TrackerCallback, numbers_of_line, tracker_named
 
 CONFIG = {"algorithm": {"name": "fedavg", "lr": 0.1}, "rounds": 3}
 LINE = {
@@ -64,7 +65,7 @@ def follow(it: Any) -> None:
 
 
 def test_numbers_of_a_line() -> None:
-    assert numbers(LINE) == {
+    assert numbers_of_line(LINE) == {
         "accuracy": 0.5,
         "bytes_up": 10.0,
         "seconds.exchange": 0.25,
@@ -74,18 +75,17 @@ def test_numbers_of_a_line() -> None:
 
 
 def test_by_name(tmp_path: Path) -> None:
-    assert isinstance(tracker("none", tmp_path), NoTracker) and isinstance(tracker("", tmp_path), NoTracker)
-    follow(tracker("none", tmp_path))
+    assert [tracker_named(name, tmp_path).name for name in TRACKERS] == ["tensorboard", "wandb", "mlflow"]
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(FedgraftError, match="no tracker 'comet'; choose none, tensorboard, wandb, mlflow"):
-        tracker("comet", tmp_path)
+    with raises("E-RUN-TRACKER-NAME", tracker="comet"):
+        tracker_named("comet", tmp_path)
 
 
 @pytest.mark.parametrize(("fail", "calls"), [("log", ["start", "log"]), ("finish", ["start", "log", "log", "finish"])])
 def test_failures_only_warn_and_only_once(fail: str, calls: list[str], caplog: pytest.LogCaptureFixture) -> None:
     inner = Recorder(fail)
     with caplog.at_level(logging.WARNING):
-        follow(Careful(inner, "mine"))
+        follow(TrackerCallback(inner, "mine"))
     assert inner.calls == calls and len(caplog.records) == 1
     assert "'mine' failed" in caplog.text and "the network is gone" in caplog.text and "second" not in caplog.text
 
@@ -97,20 +97,21 @@ def test_without_care_the_same_failure_stops_the_run() -> None:
 
 
 def test_a_failing_start_is_one_sentence() -> None:
-    with pytest.raises(FedgraftError, match=r"'mine' could not start \(the network is gone\); set it up or choose"):
-        follow(Careful(Recorder("start"), "mine"))
-    with pytest.raises(FedgraftError, match="my own sentence"):
-        follow(Careful(Recorder("start", FedgraftError("my own sentence")), "mine"))
+    with raises("E-RUN-TRACKER-START", tracker="mine") as caught:
+        follow(TrackerCallback(Recorder("start"), "mine"))
+    assert "(the network is gone)" in caught.value.message and "second line" not in caught.value.message
+    with raises("E-MINE"):
+        follow(TrackerCallback(Recorder("start", FedgraftError("E-MINE", "my own sentence")), "mine"))
     with pytest.raises(KeyboardInterrupt):  # Ctrl-C is not a tracker's failure
-        follow(Careful(Recorder("log", KeyboardInterrupt()), "mine"))  # type: ignore[arg-type]
+        follow(TrackerCallback(Recorder("log", KeyboardInterrupt()), "mine"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_missing_package_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (name, "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtra, match=rf"pip install 'fedgraft\[{name}\]'"):
-        tracker(name, tmp_path).start(CONFIG, "run")
+    with raises("E-MISSING-EXTRA", extra=name):
+        tracker_named(name, tmp_path).start(CONFIG, "run")
 
 
 @pytest.mark.slow
@@ -120,8 +121,8 @@ def test_tensorboard_holds_the_numbers(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")  # of the packages it imports
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        follow(tracker("tensorboard", tmp_path))
-        again = tracker("tensorboard", tmp_path)
+        follow(tracker_named("tensorboard", tmp_path))
+        again = tracker_named("tensorboard", tmp_path)
         again.start(CONFIG, "run", after=1)  # round 2 is run again and must not be there twice
         again.log(2, {**LINE, "accuracy": 0.75})
         again.finish({})
@@ -135,7 +136,10 @@ def test_tensorboard_holds_the_numbers(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not has("wandb"), reason="wandb is not installed")
 def test_wandb_works_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for variable in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
@@ -144,10 +148,10 @@ def test_wandb_works_offline(
         warnings.simplefilter("ignore")
         import wandb
 
-        it = tracker("wandb", tmp_path)
+        it = tracker_named("wandb", tmp_path)
         follow(it)
         wandb.teardown()  # its writer is another process, which this ends as the end of a program would
-    assert isinstance(it, Careful) and not isinstance(it.inner, NoTracker)
+    assert not caplog.records
     (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     written = record.read_bytes()
     assert b"clients.loss.mean" in written and b"test.accuracy" in written and b"fedavg" in written
@@ -162,10 +166,9 @@ def test_mlflow_keeps_a_local_database(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        it = tracker("mlflow", tmp_path)
+        it = tracker_named("mlflow", tmp_path)
         follow(it)
-        assert isinstance(it, Careful)
-        client, run = it.inner.client, it.inner.run  # type: ignore[attr-defined]
+        client, run = it.tracker.client, it.tracker.run  # type: ignore[attr-defined]
         history = client.get_metric_history(run, "accuracy")
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.5)]
     assert client.get_run(run).data.params["algorithm.lr"] == "0.1" and (tmp_path / "mlflow.db").is_file()
@@ -204,8 +207,19 @@ def test_mlflow_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where MLflow is not installed: what is sent, and to which address."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "somewhere")
     monkeypatch.setitem(sys.modules, "mlflow", type("Module", (), {"MlflowClient": FakeClient}))
-    follow(tracker("mlflow", tmp_path))
+    follow(tracker_named("mlflow", tmp_path))
     calls = FakeClient.calls
     assert calls[0] == ("uri", "somewhere") and ("run", "7", "run", {"resumed_after": "0"}) in calls
     assert ("param", "r", "algorithm.lr", "0.1") in calls and ("metric", "r", "accuracy", 0.5, 2) in calls
     assert ("metric", "r", "final.test.accuracy", 0.625, None) in calls and calls[-1] == ("end", "r", "FINISHED")
+
+
+def test_a_tracker_that_never_started_is_not_closed() -> None:
+    """The second tracker of a run could not start: it is told nothing more, and the first one is closed."""
+    first, second = TrackerCallback(Recorder(), "first"), TrackerCallback(Recorder("start"), "second")
+    first.start(CONFIG, "run")
+    with raises("E-RUN-TRACKER-START"):
+        second.start(CONFIG, "run")
+    for callback in (first, second):
+        callback.on_run_interrupted()
+    assert first.tracker.calls == ["start", "finish"] and second.tracker.calls == ["start"]  # type: ignore[attr-defined]

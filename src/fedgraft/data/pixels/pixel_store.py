@@ -7,16 +7,14 @@ continues where it was. An entry whose files changed since is checked against it
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ import numpy as np
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
+from fedgraft.core.store import digest_of_chunks, locked, replacing, write_all
 from fedgraft.data.pixels.originals import Originals
 from fedgraft.data.pixels.rule import PixelRule, Source, Unreadable, decode_image
 
@@ -89,7 +88,8 @@ def open_pixels(originals: Originals, rule: PixelRule, cache: Path) -> Pixels:
         try:
             _remove_abandoned(entry.parent)
             entry.mkdir(parents=True, exist_ok=True)
-            with _locked(entry):
+            # One of several processes that need the same entry makes it, while the others wait.
+            with locked(entry.with_name(f".{entry.name}.lock")):
                 seal = _read_seal(entry) or _reseal(entry) or _build(entry, originals, rule)
         except OSError as error:
             raise FedgraftError(
@@ -246,24 +246,15 @@ def _write_seal(entry: Path, seal: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)
+    """Write a text file atomically; whoever writes holds the lock of the entry."""
+    with replacing(path, durable=False) as descriptor:
+        write_all(descriptor, text.encode())
 
 
 def _stamp(entry: Path) -> list[int]:
     """Return size and time of change of the images."""
     stat = (entry / "images.npy").stat()
     return [stat.st_size, stat.st_mtime_ns]
-
-
-@contextmanager
-def _locked(entry: Path) -> Iterator[None]:
-    """Let one of several processes that need the same entry make it, while the others wait."""
-    with entry.with_name(f".{entry.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _remove_abandoned(folder: Path) -> None:
@@ -288,5 +279,5 @@ def _whole_digest(shape: tuple[int, ...], chunks: list[str]) -> str:
 def _digest(data: bytes | np.ndarray) -> str:
     """Return a digest of bytes or of the content of an array."""
     if isinstance(data, np.ndarray):
-        return hashlib.blake2b(np.ascontiguousarray(data).data, digest_size=16).hexdigest()
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+        return digest_of_chunks([np.ascontiguousarray(data).data])
+    return digest_of_chunks([data])

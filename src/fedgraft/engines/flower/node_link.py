@@ -8,7 +8,6 @@ process only forwards bytes: it sends a `WorkerRequest` to a worker on a socket 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.store import locked
 
 IDLE = 1800.0
 """Seconds without a request after which a worker ends."""
@@ -129,8 +129,7 @@ def _connect(address: Path, owner: int) -> Connection:
     """Return a connection to the worker at this address; start the worker if there is none."""
     with suppress(FileNotFoundError, ConnectionError):
         return Client(str(address), "AF_UNIX")
-    with address.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two messages at once start one worker
+    with locked(address.with_suffix(".lock")):  # two messages at once start one worker
         with suppress(FileNotFoundError, ConnectionError):
             return Client(str(address), "AF_UNIX")
         address.unlink(missing_ok=True)

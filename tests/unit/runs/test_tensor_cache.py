@@ -15,9 +15,9 @@ from fedgraft.data.pixels.store import cache_dir
 from fedgraft.engines.in_process import InProcess
 from fedgraft.runs import open_run as opening_module
 from fedgraft.runs.engines import Engines
-from fedgraft.runs.kept import PartialSum
 from fedgraft.runs.open_run import open_run
 from fedgraft.runs.setup import setup_of
+from fedgraft.runs.tensor_cache import PartialSum
 
 SPARSE = (
     "trainable.kind=sparse",
@@ -38,38 +38,38 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def calibrated(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) -> tuple[Any, list[int]]:
     """The stored mask and the clients that were asked, in a job of its own; it may be stopped after so many."""
     torch.set_num_threads(1)
-    asked: list[int] = []
+    clients: list[int] = []
     exchange = InProcess.exchange
 
     def counting(self: InProcess, requests: Sequence[Request]) -> Any:
         for response in exchange(self, requests):
-            if stop_after is not None and len(asked) == stop_after:
+            if stop_after is not None and len(clients) == stop_after:
                 raise KeyboardInterrupt
-            asked.append(response.client)
+            clients.append(response.client)
             yield response
 
     with monkeypatch.context() as patch:
         patch.setattr(InProcess, "exchange", counting)
         setup = setup_of(tiny(*SPARSE))
         try:
-            return open_run(setup, Engines(setup)).trainable.stored["mask"], asked
+            return open_run(setup, Engines(setup)).trainable.stored["mask"], clients
         except KeyboardInterrupt:
-            return None, asked
+            return None, clients
 
 
 @pytest.mark.slow
 def test_calibration_goes_on_where_it_was_stopped(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked = calibrated(monkeypatch, stop_after=20)  # eight clients into the second of two rounds
-    assert len(asked) == 20 and len(list((cache_dir() / "edits").glob("part-*"))) == 2
-    mask, asked = calibrated(monkeypatch)
-    assert asked == [8, 9, 10, 11]
+    _, answered = calibrated(monkeypatch, stop_after=20)  # eight clients into the second of two rounds
+    assert len(answered) == 20 and len(list((cache_dir() / "edits").glob("part-*"))) == 2
+    mask, answered = calibrated(monkeypatch)
+    assert answered == [8, 9, 10, 11]
     assert not list((cache_dir() / "edits").glob("part-*"))
     for path in (cache_dir() / "edits").iterdir():
         path.unlink()
     monkeypatch.setattr(opening_module, "PartialSum", lambda *a: None)
     monkeypatch.setattr(opening_module.FederationAsk, "cached", lambda self, recipe, make: make())
-    alone, asked = calibrated(monkeypatch)
-    assert len(asked) == 24 and torch.equal(mask, alone)
+    alone, answered = calibrated(monkeypatch)
+    assert len(answered) == 24 and torch.equal(mask, alone)
 
 
 @pytest.mark.slow
@@ -77,5 +77,5 @@ def test_a_damaged_part_is_computed_again(clean: None, monkeypatch: pytest.Monke
     calibrated(monkeypatch, stop_after=20)
     for path in (cache_dir() / "edits").glob("part-*"):
         path.write_bytes(path.read_bytes()[:-1] + b"x")
-    _, asked = calibrated(monkeypatch)
-    assert len(asked) == 24
+    _, clients = calibrated(monkeypatch)
+    assert len(clients) == 24
