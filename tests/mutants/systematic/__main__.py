@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
         if row is None or (options.retry and row["status"] in options.retry and row["most"] < options.most):
             waiting.append(mutant)
     if options.only:
-        waiting = [mutant for mutant in waiting if mutant.file.startswith(options.only)]
+        waiting = [mutant for mutant in waiting if mutant.file.startswith(tuple(options.only))]
     print(f"{len(waiting)} mutants to try, {len(results.mutants)} known", flush=True)
     warm_up(sorted({test.partition("::")[0] for test in coverage.seconds}))
     for mutant in waiting:
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=40, help="most tests for a mutant")
     parser.add_argument("--seconds", type=float, default=45, help="most seconds of tests for a mutant")
     parser.add_argument("--retry", nargs="*", default=[], help="try these verdicts again if fewer tests were tried")
-    parser.add_argument("--only", default="", help="only files that begin so, for example core/")
+    parser.add_argument("--only", nargs="*", default=[], help="only files that begin so, for example core/")
     parser.add_argument("--slow", action="store_true", help="record: the tests marked slow")
     options = parser.parse_args()
     if options.command == "record":
