@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "fedgraft"
 KEPT = ROOT / "runs" / "mutants.json"
 PAGE = ROOT / "docs" / "mutants.md"
+SYSTEMATIC = "## Systematic sample"
+"""The page's last section, which `python -m tests.mutants.systematic report` writes."""
 QUIET = ("-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 """Plugins are imported already when they would be rewritten."""
 OURS = ("fedgraft", "tests", "benchmarks", "reproduction", "conftest")
@@ -239,7 +241,8 @@ def main() -> None:
                 print(f"{trial.mutant.name:30} {found.noticed or 'SURVIVED':100} {found.seconds:6.1f} s", flush=True)
     known = {m.name: Outcome(*kept[m.identity]) for m in mutants if m.identity in kept}
     if len(known) == len(mutants):
-        PAGE.write_text(page(mutants, known))
+        systematic = PAGE.read_text().partition(f"\n{SYSTEMATIC}")
+        PAGE.write_text("".join([page(mutants, known), *systematic[1:]]))
     alive = [m.name for m in wanted if not known[m.name].noticed]
     sys.exit(f"survived: {', '.join(alive)}" if alive else 0)
 

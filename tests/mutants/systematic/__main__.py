@@ -168,11 +168,10 @@ def main() -> None:
         gate()
     else:
         rows = Results(options.results / "results.jsonl").mutants
-        sampled = [rows[mutant.id] for mutant in draw(options.sample, options.seed) if mutant.id in rows]
         if options.command == "report":
-            report.write(sampled, options.sample)
+            report.write(list(rows.values()), options.sample)
         else:
-            print(report.table(sampled))
+            print(report.table(list(rows.values())))
 
 
 if __name__ == "__main__":

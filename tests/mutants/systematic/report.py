@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from pathlib import Path
 
+from tests.mutants.__main__ import PAGE, ROOT, SYSTEMATIC
 from tests.mutants.systematic.sample import FOLDERS, folder_of, shares
 
-ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "mutants.md"
 EQUIVALENTS = ROOT / "tests" / "mutants" / "equivalents.toml"
-TITLE = "## Systematic sample"
 
 
 def equivalents() -> dict[str, str]:
@@ -52,7 +49,7 @@ def survivors(rows: Sequence[dict]) -> list[dict]:
 def section(rows: Sequence[dict], size: int) -> str:
     """Return the section of the page."""
     lines = [
-        TITLE,
+        SYSTEMATIC,
         "",
         f"{len(rows)} of a sample of {size} mutants made by rule (`tests/mutants/systematic`), drawn in proportion to",
         "the lines of each folder; each met the quick tests that execute its line. A mutant that runs out of time or",
@@ -73,12 +70,12 @@ def section(rows: Sequence[dict], size: int) -> str:
 
 def write(rows: Sequence[dict], size: int) -> None:
     """Replace the section at the end of the page."""
-    head = PAGE.read_text().partition(f"\n{TITLE}")[0].rstrip("\n")
+    head = PAGE.read_text().partition(f"\n{SYSTEMATIC}")[0].rstrip("\n")
     PAGE.write_text(f"{head}\n\n{section(rows, size)}")
 
 
 def stratified(rows: Sequence[dict], size: int) -> list[dict]:
-    """Return `size` rows, the quickest of each folder in proportion to its rows, at most two for a test."""
+    """Return `size` rows, the quickest of each folder in proportion to its rows."""
     counts = shares(size, [sum(folder_of(row["id"]) == folder for row in rows) for folder in FOLDERS])
     chosen: list[dict] = []
     for folder, count in zip(FOLDERS, counts, strict=True):
