@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
         if row is None or (options.retry and row["status"] in options.retry and row["most"] < options.most):
             waiting.append(mutant)
     if options.only:
-        waiting = [mutant for mutant in waiting if mutant.file.startswith(tuple(options.only))]
+        waiting = [mutant for mutant in waiting if mutant.id.startswith(tuple(options.only))]
     print(f"{len(waiting)} mutants to try, {len(results.mutants)} known", flush=True)
     warm_up(sorted({test.partition("::")[0] for test in coverage.seconds}))
     for mutant in waiting:
@@ -105,6 +105,24 @@ def run(options: argparse.Namespace) -> None:
         }
         results.append(row)
         print(time.strftime("%H:%M:%S"), verdict.status, row["seconds"], row["change"][:150], flush=True)
+
+
+def try_again(options: argparse.Namespace) -> None:
+    """Try some mutants against given tests, for example new ones, and note those that are noticed."""
+    results = Results(options.results / "results.jsonl")
+    mutants = {mutant.id: mutant for folder in all_mutants().values() for mutant in folder}
+    warm_up(sorted({test.partition("::")[0] for test in options.tests}))
+    if attempt(options.tests, 60.0).status != "survived":
+        sys.exit("the tests do not pass without a mutant.")
+    wanted = [row["id"] for row in report.survivors(list(results.mutants.values()))]
+    for identity in wanted:
+        if identity not in mutants or (options.only and not identity.startswith(tuple(options.only))):
+            continue
+        verdict = attempt(options.tests, 60.0, mutants[identity])
+        row = results.mutants[identity]
+        print(verdict.status, verdict.by, row["change"][:150], flush=True)
+        if verdict.status != "survived":
+            results.append({**row, "status": verdict.status, "by": verdict.by, "seconds": round(verdict.seconds, 2)})
 
 
 def gate_entries() -> dict[str, str]:
@@ -148,20 +166,23 @@ def choose(options: argparse.Namespace) -> None:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.systematic", description=__doc__)
-    parser.add_argument("command", choices=("record", "run", "report", "choose", "gate", "show"))
+    parser.add_argument("command", choices=("record", "run", "try", "report", "choose", "gate", "show"))
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants", help="folder of the map and results")
     parser.add_argument("--sample", type=int, default=1500, help="how many mutants")
     parser.add_argument("--seed", type=int, default=0, help="which sample")
     parser.add_argument("--most", type=int, default=40, help="most tests for a mutant")
     parser.add_argument("--seconds", type=float, default=45, help="most seconds of tests for a mutant")
     parser.add_argument("--retry", nargs="*", default=[], help="try these verdicts again if fewer tests were tried")
-    parser.add_argument("--only", nargs="*", default=[], help="only files that begin so, for example core/")
+    parser.add_argument("--only", nargs="*", default=[], help="only mutants whose ids begin so, such as core/")
+    parser.add_argument("--tests", nargs="*", default=[], help="try: tests that survivors are to meet")
     parser.add_argument("--slow", action="store_true", help="record: the tests marked slow")
     options = parser.parse_args()
     if options.command == "record":
         sys.exit(record(options.results, slow=options.slow))
     elif options.command == "run":
         run(options)
+    elif options.command == "try":
+        try_again(options)
     elif options.command == "choose":
         choose(options)
     elif options.command == "gate":
