@@ -82,6 +82,8 @@ TEXT_KEYWORDS = {
     "stacklevel",
     "indent",
 }
+ASSERTING_KEYWORDS = {"strict", "check"}
+"""Like assertions, they hold, or there is a bug already: `zip(..., strict=True)`, `subprocess.run(..., check=True)`."""
 NEVER_SWAPPED = {"isinstance", "issubclass", "getattr", "hasattr", "setattr"}
 Place = tuple[int, int]
 
@@ -378,7 +380,7 @@ class _Finder(ast.NodeVisitor):
                 swapped.args = [*node.args[:place], *reversed(pair), *node.args[place + 2 :]]
                 self.put("swap-arguments", node, swapped)
         for keyword in node.keywords:
-            if keyword.arg and keyword.arg not in TEXT_KEYWORDS:
+            if keyword.arg and keyword.arg not in TEXT_KEYWORDS | ASSERTING_KEYWORDS:
                 shorter = copy.copy(node)
                 shorter.keywords = [other for other in node.keywords if other is not keyword]
                 self.put("drop-keyword", node, shorter)
@@ -393,7 +395,7 @@ class _Finder(ast.NodeVisitor):
         for argument in node.args:
             self.visit(argument)
         for keyword in node.keywords:
-            if keyword.arg not in TEXT_KEYWORDS:
+            if keyword.arg not in TEXT_KEYWORDS | ASSERTING_KEYWORDS:
                 self.visit(keyword.value)
 
 
