@@ -74,6 +74,8 @@ TEXT_KEYWORDS = {
     "help",
     "label",
     "title",
+    "ylabel",
+    "xlabel",
     "unit",
     "description",
     "name",
@@ -85,6 +87,7 @@ TEXT_KEYWORDS = {
 ASSERTING_KEYWORDS = {"strict", "check"}
 """Like assertions, they hold, or there is a bug already: `zip(..., strict=True)`, `subprocess.run(..., check=True)`."""
 NEVER_SWAPPED = {"isinstance", "issubclass", "getattr", "hasattr", "setattr"}
+NEVER_SWAPPED |= {"min", "max", "minimum", "maximum", "equal", "allclose", "dot", "lcm", "gcd"}  # commutative
 Place = tuple[int, int]
 
 
