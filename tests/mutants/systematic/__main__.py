@@ -174,11 +174,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45, help="most seconds of tests for a mutant")
     parser.add_argument("--retry", nargs="*", default=[], help="try these verdicts again if fewer tests were tried")
     parser.add_argument("--only", nargs="*", default=[], help="only mutants whose ids begin so, such as core/")
-    parser.add_argument("--tests", nargs="*", default=[], help="try: tests that survivors are to meet")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help="try: tests that survivors are to meet; record: only these"
+    )
     parser.add_argument("--slow", action="store_true", help="record: the tests marked slow")
     options = parser.parse_args()
     if options.command == "record":
-        sys.exit(record(options.results, slow=options.slow))
+        sys.exit(record(options.results, options.slow, options.tests))
     elif options.command == "run":
         run(options)
     elif options.command == "try":

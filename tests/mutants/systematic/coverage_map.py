@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,17 +46,21 @@ class Recorder:
             self.failed.add(report.nodeid)
 
 
-def record(folder: Path, slow: bool) -> int:
-    """Run the quick tests or the slow ones, write the map into a folder, return pytest's exit code."""
+def record(folder: Path, slow: bool, tests: Sequence[str] = ()) -> int:
+    """Run the quick tests or the slow ones, or only `tests`, write a map into a folder, return pytest's exit code."""
     recorder = Recorder()
     recorder.coverage.start()
     ignored = [f"--deselect={file}" for file in READS_SOURCES]
     marks = "slow and not deploy" if slow else "not slow and not deploy"
     words = ["-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks, *ignored]
-    code = int(pytest.main([*words, *TESTS], plugins=[recorder]))
+    code = int(pytest.main([*words, *(tests or TESTS)], plugins=[recorder]))
     recorder.coverage.stop()
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / ("coverage-slow.json" if slow else "coverage.json")
+    target = folder / "coverage.json"
+    if tests:
+        target = folder / "coverage-more.json"
+    elif slow:
+        target = folder / "coverage-slow.json"
     target.write_text(json.dumps(_as_json(recorder)))
     return code
 
@@ -84,7 +88,7 @@ class CoverageMap:
 
     @classmethod
     def load(cls, folder: Path) -> CoverageMap:
-        """Read the maps that `record` wrote into a folder: of the quick tests, and of the slow ones if there."""
+        """Read all maps that `record` wrote into a folder: of quick tests, of slow ones, of some more."""
         if not (folder / "coverage.json").is_file():
             sys.exit(f"{folder} has no map: run `python -m tests.mutants.systematic record` first.")
         seconds: dict[str, float] = {}
