@@ -141,12 +141,12 @@ def without_guard(family: str) -> Any:
     """The library with the guard of one family taken out."""
     owner, name, empty = {
         "both lists": (SecureClient, "_turn", _no_turns),
-        "foreign ids": (SecureClient, "_ids", _any_ids),
+        "foreign ids": (SecureClient, "_read_ids", _any_ids),
         "below threshold": (SecureClient, "_need", lambda *args: None),
         "replayed round": (Identity, "serve", lambda *args: None),
         "swapped keys": (SecureClient, "_check_advert", lambda *args: None),
-        "split views": (secure_keys, "verify", lambda *args: True),
-        "malformed": (SecureClient, "_rows", lambda self, data, name, *size: secure_client.as_rows(data[name])),
+        "split views": (secure_keys, "verify_signature", lambda *args: True),
+        "malformed": (SecureClient, "_read_rows", lambda self, data, name, *size: secure_client.as_rows(data[name])),
     }[family]
     return mock.patch.object(owner, name, empty)
 

@@ -1,4 +1,4 @@
-"""The walk of one round in ARCHITECTURE.md is the one that `fedgraft run` takes, file by file."""
+"""The walks in ARCHITECTURE.md are those that `fedgraft run` takes: the order of a run, and every file of a round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGE = Path(fedgraft.__file__).parent
 
 def told() -> list[str]:
     """The files of the walk, as the page lists them."""
-    block = re.search(r"## One round, walked\n\n```\n(.*?)```", PAGE, re.DOTALL)
+    block = re.search(r"## One run, walked\n\n```\n(.*?)```", PAGE, re.DOTALL)
     assert block is not None
     return [line.split()[0] for line in block[1].splitlines()]
 
@@ -32,10 +32,16 @@ class Walk:
         self.before: list[str] = []
         self.after: list[str] = []
         self.round = False
+        self.inside = False
+        """Whether `run_round` is running."""
+        self.in_round: set[str] = set()
+        """Every file that a function of `run_round` enters."""
         self.names: dict[CodeType, str] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
+        if event == "return" and self.names.get(code) == "server/round.py" and code.co_name == "run_round":
+            self.inside = False
         if event != "call":
             return
         if code not in self.names:
@@ -45,6 +51,9 @@ class Walk:
         name = self.names[code]
         if name == "server/round.py" and code.co_name == "run_round":
             self.round = True
+            self.inside = True
+        if name and self.inside:
+            self.in_round.add(name)
         files = self.after if self.round else self.before
         if name and name not in files:
             files.append(name)
@@ -84,3 +93,19 @@ def test_the_files_are_visited_in_the_order_told(walk: Walk) -> None:
 def test_a_page_in_another_order_would_be_noticed(walk: Walk) -> None:
     swapped = ["server/round.py", "server/collect.py", "server/sample.py"]
     assert [name for name in walk.after if name in swapped] != swapped
+
+
+def files_of_a_round() -> list[str]:
+    """The files of the table of one round."""
+    section = PAGE.partition("## One round, every file")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+
+
+def test_every_file_that_a_round_enters_is_in_the_table(walk: Walk) -> None:
+    files = files_of_a_round()
+    assert len(files) == len(set(files))
+    assert set(files) == walk.in_round
+
+
+def test_a_file_that_is_missing_in_the_table_would_be_noticed(walk: Walk) -> None:
+    assert set(files_of_a_round()) - {"local/train.py"} != walk.in_round

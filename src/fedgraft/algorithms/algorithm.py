@@ -125,10 +125,18 @@ class Algorithm:
     closed_form: str = ""
     """The algorithm computes this kind of head (a value of model.head) in one exchange; no round is trained."""
 
+    requires: Capabilities = field(init=False, repr=False, compare=False)
+    """Everything that at least one part requires, the engine's capabilities included."""
+    provides: Capabilities = field(init=False, repr=False, compare=False)
+    """Everything that at least one part provides."""
+
     def __post_init__(self) -> None:
-        unmet = unmet_requirements(parts_of(self))
+        parts = parts_of(self)
+        unmet = unmet_requirements(parts)
         if unmet:
             raise _combination_error(self, unmet)
+        object.__setattr__(self, "requires", required_by(parts))
+        object.__setattr__(self, "provides", provided_by(parts))
 
     @property
     def own_requirements(self) -> Capabilities:
@@ -141,16 +149,6 @@ class Algorithm:
         if self.download is not None:  # the coordinates left out are those of the common start
             required |= {Capability.FIXED_COORDINATES, Capability.COMMON_MODEL, Capability.COMMON_START}
         return frozenset(required)
-
-    @property
-    def requires(self) -> Capabilities:
-        """Everything that at least one part requires, the engine's capabilities included."""
-        return required_by(parts_of(self))
-
-    @property
-    def provides(self) -> Capabilities:
-        """Everything that at least one part provides."""
-        return provided_by(parts_of(self))
 
     @property
     def lr(self) -> float:

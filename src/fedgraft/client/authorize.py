@@ -41,7 +41,7 @@ def policies_in_force(algorithm: Algorithm, context: ClientContext) -> tuple[Pol
 
 
 def implied_policy(algorithm: Algorithm) -> Policy:
-    """Return what an algorithm promises without anybody asking: what can be hidden is, where it hides."""
+    """Return the policy that an algorithm implies: with secure aggregation, sums wherever an answer can be one."""
     shown_alone = tuple(sorted(action.name for action in ACTIONS.values() if action.shown_alone))
     # Under differential privacy nothing is answered that no noise covers.
     allowed = ("train",) if algorithm.privacy.answers_only_accounted else ()
@@ -58,9 +58,9 @@ def validate_request(request: Request, algorithm: Algorithm, context: ClientCont
         if not action.in_rounds:
             forbid_extra_fields(request, action, context)
         if request.action != "secure.masked":
-            return  # neither the model nor the numbers are used before
+            return  # the stages before `secure.masked` use neither the model nor the numbers
     if action is None:
-        return  # a stage outside any sum; the dispatch refuses it
+        return  # there is no such action; `handle` refuses it
     request = with_full_model(request, context)
     if action.model != "none":
         require_tensor("the model", model_vector(request), (_model_size(action, context),))

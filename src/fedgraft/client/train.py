@@ -98,8 +98,9 @@ def _fit(
     head_learning_rate = request.settings.get("head_lr")
     if head_learning_rate is not None:
         local = replace(local, head_lr=float(head_learning_rate))
-    all_rows = context.rows(request.client)
-    training_rows, _ = split_aside(all_rows, algorithm.client_state.aside, context.seed, request.client)
+    training_rows = context.rows(request.client)
+    if algorithm.client_state.aside:
+        training_rows, _ = split_aside(training_rows, algorithm.client_state.aside, context.seed, request.client)
     return train(
         context.network,
         bound,
@@ -164,7 +165,7 @@ def _learn_adaptive_start(
         return {}
     network = context.network
     learnable = torch.zeros(bound.trained, dtype=torch.bool)
-    for part, begin, end in context.space.ranges[: len(context.space.parts)]:
+    for part, begin, end in context.space.trained_ranges:
         learnable[begin:end] = network.block_of(part.name) >= network.depth - rule.blocks
     generator = torch_stream(context.seed, "adaptive_start", request.round, request.client)
     rows = context.rows(request.client)

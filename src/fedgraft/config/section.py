@@ -127,6 +127,15 @@ class ChoiceSection(DerivedSection):
         """The options of the chosen function that the config sets."""
         return dict(self.__pydantic_extra__ or {})
 
+    def option(self, name: str) -> Any:
+        """Return the value of an option of the chosen function: as set, or its default; None if it has none."""
+        if name in self.options:
+            return self.options[name]
+        for declared in self.functions().get(getattr(self, self.chosen_by), ()):
+            if declared.name == name and declared.default is not REQUIRED:
+                return declared.default
+        return None
+
     def set_options(self) -> dict[str, Any]:
         """Return those of `options` that differ from the function's defaults."""
         defaults = {}

@@ -78,7 +78,6 @@ class LossTable(ChoiceSection):
     """What clients minimise; the options of the loss stand beside its name."""
 
     table: ClassVar[str] = "loss"
-    ignores_others: ClassVar[bool] = True
     name: str = Field("cross_entropy", description="cross_entropy, calibrated, contrastive, or a registered name")
 
     @classmethod

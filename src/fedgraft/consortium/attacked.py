@@ -39,7 +39,10 @@ _MARKED_IMAGES = 2000  # test images with the trigger: the success rate is then 
 
 
 def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, share: float) -> None:
-    """Run the config in its folder with this share of the clients attacking, and measure the last model."""
+    """Run the config in its folder with this share of the clients attacking, and measure the last model.
+
+    `kind` is the name of the attack.
+    """
     attackers = choose_attackers(config.partition.clients, share, config.seed)
 
     def wrap(setup: RunSetup, opened: OpenRun, engine: Any) -> Any:
@@ -109,7 +112,10 @@ class Marking(Transform):
 
 
 def _marked(task: Task, images: Examples, entry: int) -> Examples:
-    """Return the images with the trigger as this run's network takes them: cached features behind a frozen prefix."""
+    """Return the images with the trigger, as they enter the network at block `entry`: as pixels at 0, else as features.
+
+    Features (the outputs of the frozen blocks before) are computed when they are read, and cached.
+    """
     assert isinstance(images, ImageExamples)  # the table has no backdoor for others
     view = images.transform
     marking = Marking(view.rule, view.train, view.mean, view.std, trigger(task))

@@ -158,7 +158,10 @@ def _between(sites: Sequence[SiteFacts]) -> Iterator[Finding]:
 
 
 def _unusual(sites: Sequence[SiteFacts], key: str, kind: str, text: str) -> Iterator[Finding]:
-    """Yield the sites whose most frequent value of a count differs from that of most sites."""
+    """Yield a finding of this kind for every site whose most frequent value of the fact `key` is not that of most.
+
+    `text` has two places: the site's value and the usual one.
+    """
     frequent = {}
     for facts in sites:
         counts = facts[key]

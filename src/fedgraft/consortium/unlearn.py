@@ -205,7 +205,10 @@ def exact_folder(source: Path, replay: Replay) -> Path:
 def _prepare_folder(
     replay: Replay, source: Path, round: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
 ) -> RunFolder:
-    """Return the replay's folder with a checkpoint to resume from and the metrics up to it; never overwrite one."""
+    """Return the replay's folder, with a checkpoint to resume from and the metrics of the source up to that round.
+
+    A folder with checkpoints in it holds an earlier replay, and is returned as it is.
+    """
     folder = RunFolder.create(replay.folder, to_toml(replay.config), replay.config.digest)
     if any(folder.checkpoints.iterdir()):
         return folder

@@ -83,7 +83,7 @@ def comparisons(config: Config, passes: int = 1) -> dict[str, Config]:
             "name a federated run",
         )
     table = config.table
-    if config.loss.class_weights == "federation":
+    if config.loss.option("class_weights") == "federation":
         table["loss"]["class_weights"] = "own"
     if config.local.sampling == "federation":
         table["local"]["sampling"] = "balanced"

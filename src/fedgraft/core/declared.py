@@ -174,7 +174,7 @@ _PLAIN_TYPES: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": 
 
 
 def _resolved(file: str, node: ast.expr) -> Any:
-    """Return the type that an annotation means; `_UNKNOWN` if it is no plain type of options."""
+    """Return the type that an annotation in this source file means; `_UNKNOWN` if it is no plain type of options."""
     if isinstance(node, ast.Constant) and node.value is None:
         return None
     if isinstance(node, ast.Name):
@@ -190,7 +190,10 @@ def _resolved(file: str, node: ast.expr) -> Any:
 
 
 def _generic_type(file: str, name: str, inner: ast.expr) -> Any:
-    """Return the type `name[inner]` of a literal or a tuple."""
+    """Return the type `name[inner]` of a literal or of a tuple of one type; `_UNKNOWN` for any other.
+
+    `file` is the source whose aliases and imports explain further names.
+    """
     if name == "Literal":
         words = ast.literal_eval(inner)
         if not isinstance(words, tuple):

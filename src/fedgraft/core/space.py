@@ -74,7 +74,7 @@ class EditSpace:
 
     @cached_property
     def ranges(self) -> tuple[tuple[Part, int, int], ...]:
-        """Each part with its begin and end in the vector."""
+        """Each part with its begin and end in a vector of this space: the trained parts, then the buffers."""
         ranges = []
         begin = 0
         for part in (*self.parts, *self.buffers):
@@ -82,6 +82,16 @@ class EditSpace:
             ranges.append((part, begin, end))
             begin = end
         return tuple(ranges)
+
+    @cached_property
+    def trained_ranges(self) -> tuple[tuple[Part, int, int], ...]:
+        """Each trained part with its begin and end in a vector."""
+        return self.ranges[: len(self.parts)]
+
+    @cached_property
+    def buffer_ranges(self) -> tuple[tuple[Part, int, int], ...]:
+        """Each buffer with its begin and end in a vector."""
+        return self.ranges[len(self.parts) :]
 
     def gather(self, network: Network) -> Tensor:
         """Return the present values of the network on this space as a new float32 vector."""
@@ -110,7 +120,7 @@ class EditSpace:
     def restrict(self, active: Tensor) -> EditSpace:
         """Return the space of the trained coordinates that are True in `active`, without buffers."""
         parts = []
-        for part, begin, end in self.ranges[: len(self.parts)]:
+        for part, begin, end in self.trained_ranges:
             positions = active[begin:end].nonzero().view(-1)
             if len(positions) == part.size:
                 parts.append(part)
@@ -162,7 +172,7 @@ class Bound:
             parameter.requires_grad_(name in trained_names)
             parameter.grad = None
         self._sparse_ranges = [entry for entry in space.ranges if entry[0].index is not None]
-        for part, begin, end in space.ranges[: len(space.parts)]:
+        for part, begin, end in space.trained_ranges:
             if part.index is None:
                 self._tensors[part.name].data = self.values[begin:end].view(part.shape)
 
@@ -175,7 +185,7 @@ class Bound:
     def head(self) -> slice:
         """The slice of the head's coordinates among the trained ones; empty if the head is frozen."""
         head_ranges = []
-        for part, begin, end in self.space.ranges[: len(self.space.parts)]:
+        for part, begin, end in self.space.trained_ranges:
             if self._in_head(part.name):
                 head_ranges.append((begin, end))
         if not head_ranges:
@@ -202,7 +212,7 @@ class Bound:
         self.values.copy_(vector)
         self.push()
         with torch.no_grad():
-            for part, begin, end in self.space.ranges[len(self.space.parts) :]:
+            for part, begin, end in self.space.buffer_ranges:
                 _write(part, self._tensors[part.name], self.values[begin:end])
 
     @torch.no_grad()
@@ -217,7 +227,7 @@ class Bound:
 
         The vector is reused by the next call.
         """
-        for part, begin, end in self.space.ranges[: len(self.space.parts)]:
+        for part, begin, end in self.space.trained_ranges:
             tensor = self._tensors[part.name]
             out = self._gradient[begin:end]
             if tensor.grad is None:
@@ -232,7 +242,7 @@ class Bound:
     @torch.no_grad()
     def pull_buffers(self) -> None:
         """Read the buffers (batch-norm statistics) of the network into the tail of `values`."""
-        for part, begin, end in self.space.ranges[len(self.space.parts) :]:
+        for part, begin, end in self.space.buffer_ranges:
             self.values[begin:end] = _read(part, self._tensors[part.name])
 
 

@@ -146,7 +146,7 @@ class NodeState:
             )
 
     def record_departure(self, kind: str, data: bytes, **entry: object) -> None:
-        """Record the bytes that are about to leave this node."""
+        """Record the bytes that are about to leave this node: `kind` says as what, `entry` is recorded beside them."""
         self.record(kind=kind, bytes=len(data), digest=hashlib.sha256(data).hexdigest(), **entry)
 
 

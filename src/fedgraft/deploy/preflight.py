@@ -176,7 +176,11 @@ class _Collection:
         self.refused: dict[int, str] = {}
 
     def exchange(self, clients: Sequence[int], kind: str, **settings: str) -> dict[int, dict[str, Any]]:
-        """Return the validated answers of these clients by number; others are added to `refused` with the reason."""
+        """Return the validated answers of these clients by number; others are added to `refused` with the reason.
+
+        A client answers with its key, or with its facts where the settings carry the keys of the others; `kind` ("key"
+        or "facts") is the form that its answer must have.
+        """
         requests = [Request(self.config.digest, 0, client, ACTION, settings=settings) for client in clients]
         answers: dict[int, dict[str, Any]] = {}
         for client, answer in self.engine.exchange(requests):

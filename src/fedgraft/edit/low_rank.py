@@ -169,7 +169,10 @@ class LowRank:
         return [name for name, _ in network.named_parameters() if is_head(network, name)]
 
     def _open_core(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None) -> TrainableSetup:
-        """Fix the factors and return the space of the cores between them."""
+        """Attach adapters to the network in place and return the space of their cores; the outer factors are frozen.
+
+        The factors are those of `saved`, or computed from the weights, or from gradients that clients are asked for.
+        """
         names = target_layers(network, self.targets, self.freeze_blocks)
         dense = self._dense_names(network)
         if saved:

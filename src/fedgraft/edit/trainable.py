@@ -189,7 +189,10 @@ class Trainable(Protocol):
         ...
 
     def open(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None = None) -> TrainableSetup:
-        """Return the open space; with `saved` exactly as it was stored, without asking any client."""
+        """Return the edit space on this network, which may be changed in place for it (adapters).
+
+        `saved`: what `TrainableSetup.stored` held when the space was opened first; then no client is asked.
+        """
         ...
 
 
@@ -216,7 +219,7 @@ def layer_ranges(network: Network, space: EditSpace, layers: Sequence[str]) -> t
     if not layers:
         return ()
     ranges = []
-    for part, begin, end in space.ranges[: len(space.parts)]:
+    for part, begin, end in space.trained_ranges:
         layer = first_seen(network, layers, network.block_of(part.name))
         ranges.append((layer, begin, end))
     return tuple(ranges)

@@ -69,8 +69,8 @@ def layer_names(network: Network, layers: Iterable[str]) -> list[str]:
     return [usual.get(layer, layer) for layer in layers]
 
 
-def block_of(layer: str) -> int:
-    """Return the block of a layer (`block3.mlp`, ...); 0 for layers before all blocks."""
+def block_in_name(layer: str) -> int:
+    """Return the number of the block that a layer's name begins with (`block3.mlp`: 3); 0 if it names none."""
     match = re.match(r"block(\d+)", layer)
     if match is None:
         return 0
@@ -79,7 +79,7 @@ def block_of(layer: str) -> int:
 
 def first_seen(network: Network, layers: Sequence[str], block: int) -> int:
     """Return the index of the first of these layers whose output a change in this block affects; else of the last."""
-    blocks = [block_of(name) for name in layer_names(network, layers)]
+    blocks = [block_in_name(name) for name in layer_names(network, layers)]
     affected = [i for i, position in enumerate(blocks) if position >= block]
     if affected:
         return min(affected, key=lambda i: blocks[i])

@@ -38,6 +38,7 @@ CONFIDENCE_BINS = 15
 LOSS_LIMIT = 1000.0
 """Larger and undefined losses count as this one, so that a diverged model cannot break a sum."""
 STEP = 2.0**-30
+"""Confidences, losses and log-odds are rounded to multiples of this."""
 
 
 class SumLayout(NamedTuple):
@@ -131,7 +132,7 @@ def score_images(logits: Tensor, labels: Tensor, classes: int) -> ImageScores:
 
 
 def sum_scores(images: ImageScores, classes: int) -> dict[str, Tensor]:
-    """Return the sums over these images."""
+    """Return the sums over these images that the module's text lists, by name."""
     labels = images.labels
     confidence = images.confidence
     correct = images.prediction == labels

@@ -177,6 +177,11 @@ def run(
 
     Without a folder the run is written to a temporary one, whose path is in the result. With one, an interrupted or
     stopped run is continued, and a finished one is not run again. `callbacks` follow the run and may stop it.
+
+    `seed`, `engine` and `workers` are the config's options of these names: `engine="auto"` trains all clients in one
+    product where only a linear head is trained; `workers` is a number of processes, and with 0 a rule chooses it.
+    `augment` names training transforms in their order (`flip`, `crop`, ...), as `data.augment` does. `progress` takes
+    the place of the display on the terminal.
     """
     if isinstance(algorithm, RunParts):
         parts = algorithm

@@ -36,7 +36,10 @@ class StopRun:
 
 
 class Callback:
-    """Called at the events of a run. It cannot change the result but by stopping: states are never changed in place."""
+    """Called at the events of a run. It must not change what it is given, and can change the result only by stopping.
+
+    The loop makes a new `ServerState` in every round, so a callback may keep those it has seen.
+    """
 
     def on_run_start(self, setup: RunSetup, folder: Path, last_round: int) -> None:
         """Called before anything is computed; `last_round` is the round of the checkpoint it resumes from, or 0."""

@@ -44,7 +44,7 @@ GRID = tuple(10.0**e for e in (-5, -4, -3, -2.5, -2, -1.5, -1, -0.5, 0))
 
 
 class HeadScorer(Protocol):
-    """Measures heads on `count` images."""
+    """Measures heads on validation images; `count` is how many it measured on."""
 
     count: int
 

@@ -54,7 +54,7 @@ class Measure:
     requested: tuple[str, ...] | None = None
     """Metrics to compute; None: those of the config."""
     summed: dict[str, Measurement] = field(default_factory=dict)
-    """The latest hidden sums for metrics, by the split and the model."""
+    """The latest sums for metrics that secure aggregation opened, by the split and the model."""
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class Measure:
         return summary
 
     def served(self, state: ServerState, best: Tensor) -> dict[str, Any]:
-        """Return how each client is served: where the config asks for it, and with metrics unless sums are hidden."""
+        """Return how each client is served: where the config asks for it, with metrics unless sums are secure."""
         algorithm = self.setup.algorithm
         config = self.setup.config
         is_requested = config.personal.evaluate != "never"

@@ -28,7 +28,7 @@ from fedgraft.core.space import EditSpace, select
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.federated import FederatedData
 from fedgraft.edit.trainable import TrainableSetup, layer_ranges
-from fedgraft.local.features import block_of, hidden, layer_names
+from fedgraft.local.features import block_in_name, hidden, layer_names
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.setup import RunSetup
@@ -74,7 +74,10 @@ def open_run(
     saved: Mapping[str, Tensor] | None = None,
     probe: FeatureExamples | None = None,
 ) -> OpenRun:
-    """Open the edit space of a run. Without engines no client is involved, so `saved` must hold what the kind needs."""
+    """Open the edit space of a run. Without engines no client is involved, so `saved` must hold what the kind needs.
+
+    `saved` holds the tensors of a checkpoint or of the server's message; None in a new run.
+    """
     task = setup.task
     config = setup.config
     network = task.network
@@ -155,9 +158,10 @@ def claims_of(data: FederatedData) -> ExampleCounts:
 def _class_counts(
     setup: RunSetup, engines: Engines | None, saved: Mapping[str, Tensor] | None
 ) -> tuple[Tensor | None, Mapping[str, Tensor] | None]:
-    """Return the federation's class counts where clients need them, and what else was saved.
+    """Return the federation's class counts, None where no client needs them, and `saved` without them.
 
-    They are summed over the clients, or taken from what was saved. Under secure aggregation only their sum is opened.
+    `saved` holds the tensors of a checkpoint or of the server's message, None in a new run: then the counts are summed
+    over the clients. Under secure aggregation the server sees only their sum.
     """
     if Capability.CLASS_COUNTS not in setup.algorithm.requires:
         return None, saved
@@ -183,7 +187,11 @@ class FederationAsk:
         self._partial_sums: list[PartialSum] = []
 
     def sums(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[str, Tensor]:
-        """Return the sums of the clients' answers by name; hidden where the run hides them."""
+        """Return the sums of the clients' answers by name; under secure aggregation the server sees nothing else.
+
+        Where this machine knows the clients' data, a sum in the clear is cached while it grows, so that a run that was
+        stopped continues it.
+        """
         partial_sum = None
         if self.setup.task.data.rows_known:  # else nobody here knows whether the clients' data is still the same
             request = json.dumps([self.setup.federation.clients, action, dict(settings)], sort_keys=True)
@@ -194,7 +202,7 @@ class FederationAsk:
     def each(
         self, action: str, vector: Tensor, settings: Mapping[str, Scalar], coordinates: int
     ) -> Mapping[int, Mapping[str, Tensor]]:
-        """Return the mask over so many coordinates that each client answers by itself."""
+        """Return by client the mask over this many coordinates that it chose itself."""
         sums = self._sums
         requests = []
         for client in sums.clients:
@@ -226,9 +234,12 @@ def calibration_identity(setup: RunSetup) -> list[str]:
 
 
 def probe_entry(setup: RunSetup, entry: int) -> int:
-    """Return where a probe enters: as late as the clients' images, and before every layer that is compared."""
+    """Return the block where a probe enters the network: as late as `entry`, and before every layer that is compared.
+
+    `entry` is where the clients' images enter.
+    """
     layers = setup.algorithm.weighting.options.get("layers", ())
-    blocks = [block_of(name) for name in layer_names(setup.task.network, layers)]
+    blocks = [block_in_name(name) for name in layer_names(setup.task.network, layers)]
     return min([entry, *blocks])
 
 

@@ -237,7 +237,10 @@ class RunSetup:
         return self.train_at(task.entry_for(self._first_block, self.config))
 
     def train_at(self, entry: int) -> Examples:
-        """Return the training images at this entry: one table for the head's sums and the rounds."""
+        """Return the training images as they enter the network at block `entry` (0: as pixels).
+
+        The head's sums and the rounds share one table of them.
+        """
         if entry not in self._tables:
             self._tables[entry] = self.task.at_entry(self.task.train_images, entry)
         return self._tables[entry]

@@ -297,7 +297,7 @@ class Sums:
         number = -1
         space = ""
         if self.privacy.collects_sum:
-            # Sums outside the rounds are counted where they are hidden: clients serve each number once.
+            # Secure sums outside the rounds are numbered: a client takes part in each number once.
             request_settings["sums"] = action.name
             number = self.sums_requested
             space = action.name

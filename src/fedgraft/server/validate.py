@@ -259,7 +259,10 @@ def largest(tensor: Tensor) -> float:
 
 
 def _decode_update(update: Payload | None, expected: Expectation, length: int) -> Tensor | None:
-    """Return the decoded update; None where none was requested."""
+    """Return the decoded update, whose numbers are finite and at most `LARGEST`; None where none was requested.
+
+    Raise `InvalidResponse` or `BadPayload` for any other.
+    """
     if expected.codec is None:
         if update is not None:
             raise InvalidResponse("carries an update that was not asked for")

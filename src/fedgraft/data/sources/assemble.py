@@ -119,7 +119,7 @@ def cut(store: Store, share: float, seed: int) -> tuple[Store, Store]:
 
 
 def strata(store: Store) -> np.ndarray:
-    """Return a number for each class at each site (N,), so that splits take their share of both."""
+    """Return the stratum of each example (N,): a number for its class and site, of which splits take equal shares."""
     if store.sites is None:
         return store.labels
     _, site = np.unique(store.sites, return_inverse=True)

@@ -14,7 +14,16 @@ from flwr.clientapp import ClientApp
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
-from fedgraft.engines.flower.wire import HELLO, REQUEST, as_record, name_list, put, take, text_setting, whole_number
+from fedgraft.engines.flower.wire import (
+    HELLO,
+    REQUEST,
+    as_record,
+    name_list,
+    pack_content,
+    text_setting,
+    unpack_content,
+    whole_number,
+)
 
 Slots = MutableMapping[str, bytes]
 """Two places for a client's memory: the present one and the one before."""
@@ -48,7 +57,7 @@ class StateSlots(MutableMapping[str, bytes]):
 
 def request_of(message: Message, context: Context, settings: Mapping[str, Any]) -> WorkerRequest:
     """Return the request to this node in a message, in a run with these settings."""
-    arrays, words = take(message.content)
+    arrays, words = unpack_content(message.content)
     client = context.node_config.get("partition-id")
     if type(client) is not int or client < 0:
         raise FedgraftError(
@@ -87,7 +96,7 @@ def client_app(serve: Serve, settings: Mapping[str, Any] | None = None) -> Clien
         arrays = {}
         if answer.response:
             arrays["response"] = as_record(answer.response)
-        return Message(put(arrays, words), reply_to=message)
+        return Message(pack_content(arrays, words), reply_to=message)
 
     app.query(HELLO.partition(".")[2])(reply)
     app.train(REQUEST.partition(".")[2])(reply)

@@ -31,10 +31,10 @@ from fedgraft.engines.flower.wire import (
     REQUEST,
     as_record,
     name_list,
+    pack_content,
     printable,
-    put,
-    take,
     text_setting,
+    unpack_content,
     whole_number,
 )
 
@@ -74,7 +74,7 @@ class FlowerTransport:
 
     def greet(self, nodes: Sequence[int]) -> dict[str, int]:
         """Ask these nodes for their client numbers; return which question went to which node."""
-        messages = [Message(put({}, {"hello": True}), node, HELLO) for node in nodes]
+        messages = [Message(pack_content({}, {"hello": True}), node, HELLO) for node in nodes]
         questions = {}
         for question, node in zip(self.push(messages), nodes, strict=True):
             if question:
@@ -90,7 +90,7 @@ class FlowerTransport:
                 client = ASK_AGAIN
                 error = failure_of(message)
             else:
-                _, settings = take(message.content)
+                _, settings = unpack_content(message.content)
                 client = whole_number(settings, "client")
                 error = text_setting(settings, "error")
             facts = {
@@ -302,7 +302,9 @@ class FlowerEngine:
             "classes": list(self.classes),
         }
         group = str(envelope.request.round + 1)
-        return Message(put(arrays, settings), envelope.node, REQUEST, ttl=self.patience.deadline, group_id=group)
+        return Message(
+            pack_content(arrays, settings), envelope.node, REQUEST, ttl=self.patience.deadline, group_id=group
+        )
 
     def _read(self, message: Message, envelope: _Envelope) -> Arrival | None:
         """Return the arrival in a reply; None if the request must be sent again with the edit space."""
@@ -313,7 +315,7 @@ class FlowerEngine:
             return client, failure_of(message)
         if message.metadata.src_node_id != envelope.node:
             return client, "the answer came from another node"
-        arrays, settings = take(message.content)
+        arrays, settings = unpack_content(message.content)
         data = arrays.get("response", b"")
         self.received += len(data)
         if settings.get("need") is True and envelope.node in self._have_space:

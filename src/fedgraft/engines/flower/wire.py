@@ -1,8 +1,8 @@
 """fedgraft's messages as Flower messages: a flat byte string in one array, and a few plain settings beside it.
 
 Flower pays per array, so a request or a response is one array of bytes, whatever it holds; only the opened edit space
-travels as a second one, once per node. Everything that arrives is untrusted: `take` returns only values of the right
-type and never raises.
+travels as a second one, once per node. Everything that arrives is untrusted: `unpack_content` returns only values of
+the right type and never raises.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def as_record(data: bytes) -> ArrayRecord:
     return ArrayRecord({"bytes": Array("uint8", (len(data),), _STYPE, data)})
 
 
-def put(parts: Mapping[str, ArrayRecord], settings: Mapping[str, Any]) -> RecordDict:
-    """Return the content of a message."""
+def pack_content(parts: Mapping[str, ArrayRecord], settings: Mapping[str, Any]) -> RecordDict:
+    """Return the content of a Flower message with these byte strings (of `as_record`) and settings."""
     return RecordDict({**parts, _SETTINGS: ConfigRecord(dict(settings))})
 
 
-def take(content: RecordDict) -> tuple[dict[str, bytes], dict[str, Any]]:
+def unpack_content(content: RecordDict) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return the byte strings and the settings of a message; missing values and those of another type are left out."""
     parts = {}
     for name, record in content.items():

@@ -14,7 +14,7 @@ ADVERT_BYTES = len(SIGNED) * KEY_BYTES + SIGNATURE_BYTES
 
 
 def part_of(advert: bytes, kind: str) -> bytes:
-    """Return one field of an advert."""
+    """Return one field of an advert; `kind` is its name in `SIGNED`."""
     begin = KEY_BYTES * SIGNED.index(kind)
     return advert[begin : begin + KEY_BYTES]
 

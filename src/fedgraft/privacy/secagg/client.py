@@ -373,7 +373,7 @@ class SecureClient:
             )
 
     def _public(self, peer: int, kind: str) -> bytes:
-        """Return one of the public keys in a peer's advert."""
+        """Return one of the public keys in a peer's advert: `kind` is box, mask or identity."""
         return part_of(bytes.fromhex(self.progress.adverts[str(peer)]), kind)
 
     def _lists(self) -> bytes:

@@ -159,12 +159,15 @@ class Ring:
         return words
 
     def decode(self, total: Words) -> dict[str, Tensor]:
-        """Return a sum of at most `clients` encoded vectors as float64 vectors by segment."""
+        """Return a sum of at most `clients` encoded vectors as float64 vectors by segment.
+
+        A number is one signed word, or several digits: the lowest first, the uppermost with the sign.
+        """
         signed = np.ascontiguousarray(total).view(np.int32)
         decoded = {}
         for segment, span in self._spans():
             if segment.step is None:
-                decoded[segment.name] = torch.from_numpy(signed[span]).double() * (segment.limit / self.level)
+                decoded[segment.name] = torch.from_numpy(signed[span]).double() * self.step(segment.name)
                 continue
             *lower, top = total[span].reshape(-1, segment.length)
             value = torch.from_numpy(top.view(np.int32)).double()
