@@ -39,3 +39,10 @@ def test_classes_that_no_group_names_are_refused_unless_allowed() -> None:
     with raises("E-DATA-UNCOVERED", classes=("c",)):
         groups(data, 2, groups=[[0], [1]])
     assert groups(data, 2, groups=[[0], [1]], allow_uncovered=True).uncovered == ("c",)
+
+
+def test_more_clients_than_are_drawn_at_a_time_still_share_all_rows_evenly() -> None:
+    labels = np.arange(3301) % 7
+    partition = make_partition("dirichlet_balanced", labels, None, 1300, 0, alpha=1.0)
+    sizes = np.diff(partition.offsets)
+    assert sizes.sum() == len(labels) and set(sizes.tolist()) == {2, 3}

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import pytest
 import torch
+from tests.support.toy import Toy
 
+from fedgraft import algorithms as zoo
+from fedgraft.aggregate.slots import uniform
+from fedgraft.core.messages import Request, wire_size
+from fedgraft.privacy.protection import secure
 from fedgraft.privacy.secagg.keys import add_keystream
 from fedgraft.privacy.secagg.plan import Data
 from fedgraft.privacy.secagg.secure_sum import (
@@ -56,3 +63,30 @@ def test_the_bound_of_a_stage_is_reached_and_never_passed(degree: int | None) ->
     drive(server, exchange)
     for stage in ("keys", "shares", "masked", "consistency"):
         assert largest[stage] == server.largest(stage), stage
+
+
+def test_holders_are_those_drawn_or_all_others() -> None:
+    segments = (Segment("x", 4, 1.0),)
+    few = Plan("run", 1, tuple(range(6)), segments, degree=2)
+    everybody = Plan("run", 1, tuple(range(6)), segments)
+    for other in range(6):
+        assert few.holds((2, 5), 0, other) == (other in (2, 5))
+        assert everybody.holds((), 0, other) == (other != 0)
+
+
+def test_the_bytes_of_a_secure_round_are_those_of_its_messages() -> None:
+    toy = Toy(secure(zoo.fedavg(weighting=uniform())), per_round=5)
+    exchange = toy.engine.exchange
+    sent = {"up": 0, "down": 0}
+
+    def watched(requests: Sequence[Request]) -> Iterator[object]:
+        sent["down"] += sum(map(wire_size, requests))
+        for response in exchange(requests):
+            sent["up"] += wire_size(response)
+            yield response
+
+    toy.engine.exchange = watched  # type: ignore[assignment, method-assign]
+    toy.run(1)
+    record = toy.summary.record
+    assert sent["up"] > 0
+    assert (record["bytes_up"], record["bytes_down"]) == (sent["up"], sent["down"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from tests.support.errors import raises
 
 from fedgraft.edit.fisher import logit_gradients
@@ -67,3 +68,11 @@ def test_a_secure_sum_has_one_to_a_million_clients() -> None:
     for clients in (0, 2**20 + 1):
         with raises("E-PRIVACY-RING"):
             Ring(segments, clients)
+
+
+def test_the_interval_of_a_mean_is_students() -> None:
+    values = np.array([0.2, 1.7, 0.9, 3.0])
+    low, high = intervals.mean_interval(float(values.sum()), float((values**2).sum()), len(values))
+    expected = stats.t.interval(0.95, len(values) - 1, values.mean(), stats.sem(values))
+    assert (low, high) == pytest.approx((max(0.0, expected[0]), expected[1]))
+    assert intervals.mean_interval(1.0, 1.0, 1) == (None, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import io
 import json
@@ -100,6 +101,8 @@ def warm_up(mutants: Sequence[Mutant]) -> None:
     for module in loaded(*OURS):
         del sys.modules[module.__name__]
     assert not loaded(*OURS)
+    gc.collect()
+    gc.freeze()  # pytest collects garbage when a session ends: not the heap of all imports in every child
 
 
 class Trial:

@@ -360,6 +360,8 @@ class _Finder(ast.NodeVisitor):
 
     def alike(self, function: str, place: int, pair: list[ast.expr]) -> bool:
         """Whether two neighbouring arguments have equal types as far as signatures say, or are two names if unknown."""
+        if ast.dump(pair[0]) == ast.dump(pair[1]):
+            return False
         if function in NEVER_SWAPPED or not all(isinstance(part, ast.Name | ast.Attribute) for part in pair):
             return False
         if function in self.signatures:
