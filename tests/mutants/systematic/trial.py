@@ -81,7 +81,7 @@ def attempt(tests: Sequence[str], expected: float, mutant: Mutant | None = None)
                 code = _child(tests, source, scratch, expected)
             finally:
                 os._exit(code)
-        status = _wait(child, 120 + 20 * expected)
+        status = _wait(child, 120 + 8 * expected)
         failure = scratch / "failed"
         by = failure.read_text() if failure.exists() else ""
         output = (scratch / "output").read_text(errors="replace")
@@ -124,7 +124,7 @@ def _child(tests: Sequence[str], source: Path, scratch: Path, expected: float) -
     output = os.open(scratch / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    processor = int(30 + 8 * expected)
+    processor = int(20 + 4 * expected)
     resource.setrlimit(resource.RLIMIT_CPU, (processor, processor + 5))
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + 6 * GIGABYTE, virtual + 6 * GIGABYTE))
