@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Sequence
 
 from tests.mutants.__main__ import PAGE, ROOT, SYSTEMATIC
-from tests.mutants.systematic.sample import FOLDERS, folder_of, shares
+from tests.mutants.systematic.sample import FOLDERS, code_lines, folder_of, shares
 
 EQUIVALENTS = ROOT / "tests" / "mutants" / "equivalents.toml"
 
@@ -75,10 +75,11 @@ def write(rows: Sequence[dict], size: int) -> None:
 
 
 def stratified(rows: Sequence[dict], size: int) -> list[dict]:
-    """Return `size` rows, the quickest of each folder in proportion to its rows."""
-    counts = shares(size, [sum(folder_of(row["id"]) == folder for row in rows) for folder in FOLDERS])
+    """Return `size` rows, the quickest of each folder in proportion to its code, filled up with the quickest of all."""
+    counts = shares(size, [code_lines(folder) for folder in FOLDERS])
+    quickest = sorted(rows, key=lambda row: row["seconds"])
     chosen: list[dict] = []
     for folder, count in zip(FOLDERS, counts, strict=True):
-        quickest = sorted((row for row in rows if folder_of(row["id"]) == folder), key=lambda row: row["seconds"])
-        chosen += quickest[:count]
-    return chosen
+        chosen += [row for row in quickest if folder_of(row["id"]) == folder][:count]
+    chosen += [row for row in quickest if row not in chosen][: size - len(chosen)]
+    return sorted(chosen, key=lambda row: row["id"])
