@@ -84,16 +84,18 @@ def federation(
         install_head(setup, engines)
         opened = open_run(setup, engines)
         algorithm, space = setup.algorithm, opened.space
+        federation_rules = setup.federation
         if believed:
             blind = replace(opened.server_context, example_counts=ExampleCounts())
-            opened = replace(opened, server_context=blind, federation=replace(setup.federation, largest=1))
+            opened = replace(opened, server_context=blind)
+            federation_rules = replace(federation_rules, largest=1)
         state = server.start(algorithm, space.gather(network), space.trained)
         engine = engines.training(algorithm, opened.context)
         if attack:
             engine = Boasting(Attacked(engine, frozenset({0}), attack), examples)  # type: ignore[arg-type, assignment]
         heaviest = 0.0
         for _ in range(rounds):
-            state, summary = run_round(algorithm, setup.federation, state, engine, opened.server_context)
+            state, summary = run_round(algorithm, federation_rules, state, engine, opened.server_context)
             clients = summary.record.get("clients", {"ids": []})
             if 0 in clients["ids"]:
                 heaviest = max(heaviest, clients["weight"][clients["ids"].index(0)])

@@ -27,7 +27,7 @@ def _nothing(*args: Any, **more: Any) -> None:
 
 VARIANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "without the policy": ("clear", [(client, "authorize", lambda request, algorithm, context, memory: memory)]),
-    "without ranges": ("numbers", [(Policy, "_number", _nothing)]),
+    "without ranges": ("numbers", [(Policy, "_check_range", _nothing)]),
     "without the binding": (
         "binding",
         [(module, "request_digest", lambda request: "") for module in (client_secure, secure_round)],
@@ -50,7 +50,7 @@ def _told(family: str | None = None) -> tuple[int, int]:
     return sum(found), len(found)
 
 
-def requests(scale: float) -> Outcome:
+def orders(scale: float) -> Outcome:
     """Every lie once: they are not random, so more of the same would show nothing."""
     logging.getLogger("fedgraft").setLevel(logging.ERROR)
     refused, told = _told()

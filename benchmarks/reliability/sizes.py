@@ -57,7 +57,7 @@ for line in sys.stdin:
 
 
 def _header(entries: dict[str, object], plain: dict[str, object] | None = None) -> bytes:
-    head = {"kind": "Reply", "run": "run", "round": 1, "client": 0, "space": "s", "examples": 5} | (plain or {})
+    head = {"kind": "Response", "run": "run", "round": 1, "client": 0, "space": "s", "examples": 5} | (plain or {})
     text = json.dumps({"__metadata__": {"fedgraft": json.dumps(head)}, **entries}).encode()
     return len(text).to_bytes(8, "little") + text
 

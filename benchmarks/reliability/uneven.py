@@ -62,7 +62,7 @@ def _run(overrides: list[str]) -> tuple[int, int, float]:
     data = replace(data, partition=with_a_giant(data.partition))
     with tempfile.TemporaryDirectory() as name, without_pictures():
         folder = Path(name) / "run"
-        running.run(config, folder, console=False, build=lambda: (setup_of(config, data), None))
+        running.run(config, folder, console=False, build=lambda secret: (setup_of(config, data), None))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rounds = [line for line in lines if line["round"]]
     norms = [line["clients"]["norm"] for line in rounds if "clients" in line]

@@ -61,7 +61,7 @@ BROKEN: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "the policy is not asked": ("clear", authorize, "authorize", memory_of),
     "actions are not checked": ("actions", Policy, "check_action", nothing),
     "protection is not checked": ("protection", Policy, "check_protection", nothing),
-    "numbers are not checked": ("numbers", Policy, "_number", nothing),
+    "numbers are not checked": ("numbers", Policy, "_check_range", nothing),
     "orders need not fit": ("fits", authorize, "validate_request", nothing),
     "days are not counted": ("days", authorize, "count_request", lambda policy, request, ledger: ledger),
     "images are not counted": ("images", Policy, "check_images", nothing),
