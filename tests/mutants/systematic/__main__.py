@@ -30,6 +30,10 @@ def tests_of(mutant: Mutant, coverage: CoverageMap, most: int, seconds: float) -
     if not mutant.imported:
         tests = coverage.covering(mutant.file, mutant.line, mutant.end_line)
         tests = tests or coverage.covering(mutant.file, *mutant.statement)
+        if tests or not coverage.executed(mutant.file, *mutant.statement):
+            return coverage.choose(tests, most, seconds)
+        # Called while modules are imported, which every test does.
+        tests = coverage.covering(mutant.file, 1, 100_000) or frozenset(coverage.seconds)
         return coverage.choose(tests, most, seconds)
     tests = frozenset()
     if mutant.function is not None:  # a default of a parameter
@@ -53,7 +57,8 @@ class Results:
         if "test" in row:
             self.tests[row["test"]] = row["clean"]
         else:
-            self.mutants[row["id"]] = row
+            first = self.mutants.get(row["id"], row)
+            self.mutants[row["id"]] = {**row, "first": first.get("first", first["status"])}
 
     def append(self, row: dict) -> None:
         """Add a row and write it."""

@@ -109,6 +109,11 @@ class CoverageMap:
         by_line = self.lines.get(file, {})
         return frozenset().union(*(by_line.get(line, frozenset()) for line in range(first, last + 1)))
 
+    def executed(self, file: str, first: int, last: int) -> bool:
+        """Whether any of the lines `first` to `last` of a file is executed at all, by a test or by an import."""
+        by_line = self.lines.get(file, {})
+        return any(line in by_line for line in range(first, last + 1))
+
     def choose(self, tests: frozenset[str], most: int, seconds: float) -> list[str]:
         """Return at most `most` tests of `seconds` in all: one case of every function first, quickest first."""
         cases: dict[str, int] = {}
