@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # More words for pip, for example where to find the CPU build of torch (see the README).
 PIP_ARGS ?=
 
-.PHONY: docs dist run test test-only test-deploy check check-only lint mutants bench reliability reproduce test-reproduction setup clean
+.PHONY: docs dist run test test-only test-deploy check check-only lint mutants mutants-systematic bench reliability reproduce test-reproduction setup clean
 
 setup: $(STAMP)
 
@@ -67,6 +67,13 @@ test-deploy: $(STAMP)
 # Small bugs, one at a time, against the tests that should notice them: docs/mutants.md. MUTANTS names some of them.
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants --jobs 2 $(MUTANTS)
+
+# Mutants by rule, a sample of 1,500: hours, resumed where it was stopped; the first time the tests' lines are recorded.
+mutants-systematic: $(STAMP)
+	test -e runs/mutants/coverage.json || $(BIN)/python -m tests.mutants.systematic record
+	test -e runs/mutants/coverage-slow.json || $(BIN)/python -m tests.mutants.systematic record --slow
+	$(BIN)/python -m tests.mutants.systematic run --sample 1500 --seed 0
+	$(BIN)/python -m tests.mutants.systematic report
 
 # BENCH names some of them, for example `make bench BENCH=peers`; all take about fifty minutes.
 bench: $(STAMP)

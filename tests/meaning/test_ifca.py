@@ -7,6 +7,7 @@ from tests.support.toy import Toy, client_rows
 from torch.nn.functional import cross_entropy
 
 from fedgraft import algorithms as zoo
+from fedgraft.aggregate.server_rules import plain_rule
 from fedgraft.client.train import choose_cluster_model
 from fedgraft.core.messages import Request
 
@@ -32,3 +33,15 @@ def test_each_client_takes_the_model_with_the_least_loss_on_its_images() -> None
         best = losses.index(min(losses))
         assert told == {"cluster": float(best)} and max(losses) > min(losses)
         assert taken.vector is not None and torch.equal(taken.vector, state.vector + offsets[best])
+
+
+def test_the_server_rate_scales_the_step_of_each_cluster() -> None:
+    """From the same start and the same choices, half the rate is half the way of every cluster's model."""
+    ways = []
+    for rate in (1.0, 0.5):
+        toy = Toy(zoo.ifca(clusters=2, server=plain_rule(rate)), per_round=5)
+        start = toy.state.vector.clone()
+        state = toy.run(1)
+        ways.append(state.vector + state.rule["clusters"] - start)
+    assert float(ways[0].norm()) > 0
+    torch.testing.assert_close(ways[1], ways[0] / 2, rtol=1e-4, atol=1e-6)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import io
 import json
@@ -32,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "fedgraft"
 KEPT = ROOT / "runs" / "mutants.json"
 PAGE = ROOT / "docs" / "mutants.md"
+SYSTEMATIC = "## Systematic sample"
+"""The page's last section, which `python -m tests.mutants.systematic report` writes."""
 QUIET = ("-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 """Plugins are imported already when they would be rewritten."""
 OURS = ("fedgraft", "tests", "benchmarks", "reproduction", "conftest")
@@ -98,6 +101,8 @@ def warm_up(mutants: Sequence[Mutant]) -> None:
     for module in loaded(*OURS):
         del sys.modules[module.__name__]
     assert not loaded(*OURS)
+    gc.collect()
+    gc.freeze()  # pytest collects garbage when a session ends: not the heap of all imports in every child
 
 
 class Trial:
@@ -239,7 +244,8 @@ def main() -> None:
                 print(f"{trial.mutant.name:30} {found.noticed or 'SURVIVED':100} {found.seconds:6.1f} s", flush=True)
     known = {m.name: Outcome(*kept[m.identity]) for m in mutants if m.identity in kept}
     if len(known) == len(mutants):
-        PAGE.write_text(page(mutants, known))
+        systematic = PAGE.read_text().partition(f"\n{SYSTEMATIC}")
+        PAGE.write_text("".join([page(mutants, known), *systematic[1:]]))
     alive = [m.name for m in wanted if not known[m.name].noticed]
     sys.exit(f"survived: {', '.join(alive)}" if alive else 0)
 
