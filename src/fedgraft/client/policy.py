@@ -152,7 +152,7 @@ class Policy:
                 raise Refused(f"the noise is {multiplier:g}, and at least {self.noise:g} is required", "noise")
 
     def _check_range(self, name: str, value: float) -> None:
-        """Refuse a number outside the range that holds for everybody, or outside the owner's."""
+        """Refuse a setting that is NaN, outside its range in `SANE`, or outside the owner's range of that name."""
         owner_name = "lr" if name == "finetune_lr" else name
         for allowed in (SANE.get(name), self.ranges.get(owner_name)):
             if allowed is None:

@@ -108,7 +108,10 @@ def numbered(labels: Any, names: Sequence[Any] | None = None) -> tuple[np.ndarra
 def numbered_parts(
     parts: Sequence[np.ndarray], names: Sequence[Any] | None = None
 ) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """Return the labels of several parts, numbered alike, and the class names."""
+    """Return the labels of several parts (train, test) as numbers of the same classes, and the class names.
+
+    `names` lists the classes in their order; None: the different labels, sorted.
+    """
     kinds = {part.dtype.kind in "iu" for part in parts if part.size}
     if len(kinds) > 1:
         raise FedgraftError("E-DATA-LABELS-MIXED", "some labels are names and some are numbers", "use one of the two")

@@ -176,7 +176,10 @@ class Attacked:
         return dict(zip(attackers, sent, strict=True))
 
     def _encode(self, response: Response, request: Request, update: Tensor) -> Response:
-        """Return the response with another update, encoded with the algorithm's codec."""
+        """Return the response with another update, encoded with the algorithm's codec.
+
+        `update` covers all coordinates.
+        """
         active = self._active(request)
         if active is not None:
             update = update[active]

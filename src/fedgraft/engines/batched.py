@@ -172,7 +172,10 @@ class Batched(Memories):
         return [responses[place] for place in range(len(requests))]
 
     def _can_batch(self, request: Request) -> bool:
-        """Return whether a request is trained in a batch: a plain training request that the client authorizes."""
+        """Return whether a request can be trained in a batch: plain training that the client's policies allow.
+
+        Side effect: an allowed request is counted in the client's ledger.
+        """
         if self.reason is not None or request.action != "train" or request.auxiliary:
             return False
         return self._authorized(request)
@@ -391,7 +394,10 @@ def _loss_gradient(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Te
 
 
 def _buffer(buffers: dict[str, Tensor], name: str, size: int) -> Tensor:
-    """Return a flat float32 buffer of this size, reused from chunk to chunk because fresh memory is slow to touch."""
+    """Return a flat float32 view of `size` entries of the named buffer; it is created or grown in `buffers` if needed.
+
+    Buffers are reused from chunk to chunk because fresh memory is slow to touch; the contents are arbitrary.
+    """
     if name not in buffers or buffers[name].numel() < size:
         buffers[name] = torch.empty(size)
     return buffers[name][:size]

@@ -216,7 +216,7 @@ class Workers:
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """Start a process without the warning about forks, or without running the user's script again."""
+        """Suppress Python's warning about forks, or hide the user's script from a spawned child, during a start."""
         if not self._forks:
             with without_main():
                 yield
@@ -317,7 +317,7 @@ class Workers:
 
 
 def _end(workers: list[_Worker], owner: int) -> None:
-    """Terminate the workers, unless this process is a fork of their owner."""
+    """Terminate the workers and empty the list, unless this process is a fork of the process `owner` that made them."""
     if os.getpid() != owner:
         return
     for worker in workers:

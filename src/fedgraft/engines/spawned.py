@@ -54,6 +54,7 @@ def packed(work: Callable[..., Any]) -> bytes:
         """Names memory-mapped files instead of copying them, and writes only the viewed part of a tensor."""
 
         def reducer_override(self, value: Any) -> Any:
+            """Return how to rebuild a memory-mapped array from its file, or a tensor view from its values."""
             if isinstance(value, np.memmap) and isinstance(value.base, mmap) and value.flags.c_contiguous:
                 return np.memmap, (value.filename, value.dtype, "r", value.offset, value.shape)
             if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
