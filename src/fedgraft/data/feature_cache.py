@@ -135,7 +135,10 @@ class CachedExamples:
         self.cache = FeatureTable(Path(folder) / self.digest, self._views, len(examples), shape)
 
     def _batch_sizes(self, folder: Path, parts: list[str], shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the result of `same_bits` for this network on this machine, stored from before or computed now."""
+        """Return the result of `same_bits` for this network on this machine, from a file or computed and stored now.
+
+        `parts` identify the network and the way torch computes; `shape` is that of one input.
+        """
         device = next(self.network.parameters()).device.type
         parts += [platform.node(), torch.backends.cpu.get_cpu_capability(), device, str(shape)]
         path = folder / "rows" / f"{_hash(_SEPARATOR.join(parts).encode())}.json"
@@ -257,7 +260,7 @@ class CachedExamples:
         return self.examples.transform.view(pixels, torch.from_numpy(places >= count))
 
     def _values(self, places: np.ndarray) -> Tensor:
-        """Return the activations at these places, from the lower entry's activations where there are these."""
+        """Return the activations at these places, computed from pixels or from cached ones of a lower entry."""
         if self._lower is None:
             return self._activations(self._inputs(places))
         return self._activations(self._lower.batch(torch.from_numpy(places)), self._lower.entry)

@@ -39,7 +39,10 @@ class Labelled:
         return self.columns.get("group")
 
     def named(self, classes: Sequence[str]) -> Self:
-        """Return the same rows with labels that are numbers of these classes."""
+        """Return the same rows with labels that are positions in `classes`.
+
+        A class that is not among them is refused.
+        """
         places = []
         for name in self.classes:
             if name not in classes:

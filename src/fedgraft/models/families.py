@@ -87,9 +87,9 @@ class Family:
         return depth
 
     def run(self, backbone: nn.Module, inputs: Tensor, entry: int, until: int, whole: bool = False) -> Tensor:
-        """Return activations at entry `until` from inputs at an earlier one.
+        """Return activations at entry `until` from inputs at `entry`, with this backbone.
 
-        With `whole`, tokens that nothing after them reads are computed too.
+        With `whole`, tokens that nothing after them reads are computed too (for probes of hidden layers).
         """
         hidden = inputs  # (B, T, D) or maps
         if entry == 0:

@@ -35,7 +35,7 @@ _RECENT = 20  # rounds from which the time left is estimated
 
 
 def watch_run(folder: Path, console: Console, once: bool = False, every: float = 1.0) -> None:
-    """Show a run until it ends, or one frame of it."""
+    """Show a run in the terminal until it ends, redrawn `every` seconds; with `once` only its present state."""
     run = RunRecord.open(folder)
     if once or run.status != "running":
         console.print(frame(run, console.width))

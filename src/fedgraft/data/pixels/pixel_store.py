@@ -234,7 +234,7 @@ def _read_ledger(entry: Path, images: np.ndarray) -> dict[int, dict[str, Any]]:
 
 
 def _seal(entry: Path, images: np.ndarray, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Write the seal of a complete entry, remove its ledger, and return the seal."""
+    """Write the seal (store.json) of a complete entry from its chunks' records, remove the ledger, return the seal."""
     unreadable: list[list[Any]] = []
     peaks: list[float] = []
     digests: list[str] = []

@@ -61,7 +61,7 @@ def _joined_classes(datasets: Sequence[Dataset]) -> list[str]:
 
 
 def as_dataset(thing: Any) -> Dataset:
-    """Return a dataset of this package, made of an object or a folder of images."""
+    """Return a `Dataset` from itself, a tuple (x, y, ...), the path of an image folder, or a dataset object."""
     if isinstance(thing, Dataset):
         return thing
     if isinstance(thing, tuple) and len(thing) >= 2:

@@ -98,7 +98,10 @@ class NodeRegistry:
                 self._enter(node, client, facts, error)
 
     def _forget_absent(self, present: set[int]) -> None:
-        """Remove nodes that are no longer connected, and their questions."""
+        """Remove the nodes that are not among `present`, with their unanswered greetings.
+
+        When a node that served a client is gone, refused nodes may be its successor: they are greeted again at once.
+        """
         gone = {client: node for client, node in self.nodes.items() if node not in present}
         for client, node in gone.items():
             log.warning("the node of client %d is gone (%d)", client, node)
@@ -191,7 +194,7 @@ class NodeRegistry:
         self.leave_out(rule)
 
     def leave_out(self, rule: Callable[[NodeFacts], str]) -> None:
-        """From now on leave out nodes for whose facts this rule returns a reason."""
+        """From now on refuse nodes for whose facts `rule` returns a reason; this holds for admitted ones too."""
         self._rules.append(rule)
         affected = [client for client, facts in self.facts.items() if rule(facts)]
         for client in affected:
