@@ -236,6 +236,7 @@ def run_cells(
     estimate = Estimate(len(cells), len(summaries))
 
     def ended(cell: Cell, last: str) -> None:
+        """Note the summary of a run that has ended, or `last`, its last line of output, as why it failed; report it."""
         summary = finished_summary(cell.folder)
         if summary is None:
             failures[cell.label] = last

@@ -125,7 +125,10 @@ def _finite_or_none(value: float) -> float | None:
 
 
 def check_place(path: Path, option: str) -> None:
-    """Raise an error if a folder could not be created or written to, before work starts; nothing is created."""
+    """Raise an error if a folder could not be created or written to; nothing is created.
+
+    `option` is the option by which the user can choose another place, for the hint.
+    """
     existing = path
     for existing in (path, *path.absolute().parents):
         if existing.exists():
@@ -158,7 +161,7 @@ def make_folder(path: Path, option: str) -> None:
 
 
 def repair(path: Path) -> None:
-    """Remove an incomplete last line, so that the next one does not continue it."""
+    """Remove an incomplete last line of a text file, in place, so that the next one does not continue it."""
     if not path.is_file():
         return
     data = path.read_bytes()

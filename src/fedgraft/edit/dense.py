@@ -63,6 +63,7 @@ class Dense:
         self.check(network)
 
         def included(name: str) -> bool:
+            """Return whether this parameter is trained: selected, and not in a frozen early block."""
             if not is_head(network, name) and frozen_early(network, name, self.freeze_blocks):
                 return False
             return self.selected(network, name)

@@ -25,7 +25,7 @@ from fedgraft.local.features import first_seen
 
 
 class Ask(Protocol):
-    """The requests that a kind can make to the federation before the first round."""
+    """The requests that a kind can make to the federation before the first round; `runs/open_run.py` implements it."""
 
     seed: int
     clients: int
@@ -49,7 +49,7 @@ class Ask(Protocol):
 
 @dataclass(frozen=True)
 class TrainableSetup:
-    """An open edit space."""
+    """The edit space that a kind opened on a network, with what goes with it; `Trainable.open` makes it."""
 
     space: EditSpace
     stored: Mapping[str, Tensor] = field(default_factory=dict)
@@ -215,7 +215,10 @@ def is_head(network: Network, name: str) -> bool:
 
 
 def layer_ranges(network: Network, space: EditSpace, layers: Sequence[str]) -> tuple[tuple[int, int, int], ...]:
-    """Return (layer, begin, end) of every trained tensor: the first observed layer whose output it changes."""
+    """Return (layer, begin, end) for every trained tensor: which of the observed layers its change affects first.
+
+    `layer` is an index into `layers`; begin and end are positions in a vector of the space.
+    """
     if not layers:
         return ()
     ranges = []

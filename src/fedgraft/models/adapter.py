@@ -63,7 +63,7 @@ def export_adapter(
 
 
 def _peft_model(network: VisionNetwork, model: Any) -> Any:
-    """Return transformers' model of the base inside peft's, with the factors of this network."""
+    """Return `model`, transformers' model of the base, inside a PEFT model with this network's low-rank factors."""
     import peft
 
     layers: dict[str, Any] = {}

@@ -39,7 +39,7 @@ class SourceFacts:
 
 
 def locate(name: str) -> Path:
-    """Return the folder or file of a name: a local path, else the Hub's `owner/name`, optionally `@revision`."""
+    """Return the folder or file of a name: a local path, or a Hub repository `owner/name[@revision]`, fetched."""
     path = Path(name).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
         return path

@@ -56,10 +56,11 @@ def class_token_of(block: Any, hidden: Tensor) -> Tensor:
 
 
 def _attend_by_elements(attention: Any, query: Tensor, normed: Tensor) -> Tensor:
-    """Return the attention of one query to all tokens, by their keys and values.
+    """Return the attention of one query to all tokens, (B, heads * head_dim), by their keys and values.
 
-    One query is no matrix: the rounding of a product with it may depend on where its row lies in memory, so features
-    would depend on their neighbours. Products element by element, summed, do not, and take no longer.
+    `query` is (B, 1, heads, head_dim), `normed` are the tokens (B, T, D). One query is no matrix: the rounding of a
+    product with it may depend on where its row lies in memory, so features would depend on their neighbours. Products
+    element by element, summed, do not, and take no longer.
     """
     key = attention.k_proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # (B, heads, T, head_dim)
     value = attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
@@ -68,10 +69,11 @@ def _attend_by_elements(attention: Any, query: Tensor, normed: Tensor) -> Tensor
 
 
 def _attend_by_tokens(attention: Any, query: Tensor, normed: Tensor) -> Tensor:
-    """Return the same without a key or a value for each token: q·(Kn) = (Kᵀq)·n, and Σ a (Vn) = V Σ a n.
+    """Return what `_attend_by_elements` returns, up to rounding, without a key or a value for each token.
 
-    The bias of the keys adds the same to every token's score, which the softmax takes away again; it stays in the sum
-    so that its gradient, rounding around zero, is there as in the block itself.
+    It uses q·(Kn) = (Kᵀq)·n, and Σ a (Vn) = V Σ a n. The bias of the keys adds the same to every token's score, which
+    the softmax takes away again; it stays in the sum so that its gradient, rounding around zero, is there as in the
+    block itself.
     """
     scaled = query.squeeze(1).transpose(0, 1) * attention.scaling  # (heads, B, head_dim)
     key = attention.k_proj.weight.unflatten(0, (-1, attention.head_dim))  # (heads, head_dim, D)

@@ -147,7 +147,7 @@ class Plan:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def bound(self, purpose: str, *who: int | str) -> bytes:
-        """Return context bytes that bind a key, box or signature to this plan."""
+        """Return context bytes that bind a key, box or signature to this plan, a purpose and the clients in `who`."""
         return context(self.run, self.round, self.digest, purpose, *who)
 
     def enough(self, client: int, drawn: Iterable[int], present: set[int]) -> bool:
@@ -178,7 +178,10 @@ class Plan:
 
 @lru_cache(maxsize=4)
 def _parse_plan(data: bytes, most: int) -> Plan:
-    """Return the plan in these bytes. Cached: a plan is read at every stage, in a simulation by every client."""
+    """Return the plan in these untrusted bytes; raise if it is malformed or has more than `most` clients.
+
+    Cached: a plan is read at every stage, in a simulation by every client.
+    """
     try:
         plain = json.loads(data)
         if len(plain["clients"]) > most:
