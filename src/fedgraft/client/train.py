@@ -90,8 +90,7 @@ def _train_shared_part(
         new_memory |= _learn_adaptive_start(request, adaptive_start, context, bound, memory)
         bound.load(adaptive_start.blend(start, new_memory))
     trained = _fit(request, algorithm, context, bound, memory, "train")
-    change = bound.values.cpu() - start
-    update = change[: context.sent]  # without the buffers, where updates do not carry them
+    update = (bound.values.cpu() - start)[: context.sent]  # without the buffers, where updates do not carry them
     if adaptive_start is not None:
         new_memory["previous_model"] = bound.values.clone().cpu()
     return update, trained

@@ -104,7 +104,7 @@ M = TypeVar("M", Request, Response)
 
 
 def _split(message: Request | Response) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Separate the plain fields (for the JSON header) from the tensors."""
+    """Return the plain fields of a message, for the JSON header, and its tensors by names like "sums/control"."""
     plain: dict[str, Any] = {"kind": type(message).__name__}
     tensors: dict[str, Tensor] = {}
     for name in _FIELDS[type(message)]:

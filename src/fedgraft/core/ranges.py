@@ -31,7 +31,7 @@ Probe = Annotated[int, Field(ge=16)]
 
 
 def in_range(make: Callable[P, T]) -> Callable[P, T]:
-    """Return the function with a check: it refuses numbers and words that its annotations do not allow."""
+    """Return the function with a check of its arguments against their annotations (ranges, choices of words)."""
     known = signature(make)
 
     @wraps(make)

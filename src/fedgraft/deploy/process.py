@@ -249,7 +249,10 @@ def _descendants(pid: int) -> list[ProcessId]:
 
 
 def _process_table(pid: int | None = None) -> dict[int, tuple[int, int]]:
-    """Return parent and start time of every running process, or of one; from `ps` where there is no /proc."""
+    """Return (parent, start time) of every running process by its number, or of one; zombies are left out.
+
+    It comes from /proc, or from `ps` where that does not exist.
+    """
     if not (PROC / "self").exists():
         return _process_table_from_ps(pid)
     if pid is not None:

@@ -413,7 +413,10 @@ class Sparse:
         return on_space(masked(network, dict(mask.items())), scores)
 
     def _within_budgets(self, network: Network, scores: Tensor) -> Mapping[int, Tensor]:
-        """Return the coordinates that fit each client's budget: all dense ones, then the best by score."""
+        """Return by client, as packed bits, the coordinates that fit its budget in bytes.
+
+        These are all dense ones, then the best by score.
+        """
         scope = self.scope_on(network)
         dense = sum(math.prod(scope.shapes[name]) for name in scope.dense)
         counts = []

@@ -183,6 +183,7 @@ def contrastive(weight: NotNegative = 1.0, temperature: Positive = 0.5, label_sm
             return cross_entropy(label_smoothing).begin(context)
 
         def value(network: Network, inputs: Tensor, labels: Tensor, entry: int) -> Tensor:
+            """Return cross-entropy plus the contrast with the features of the common and the previous model."""
             towards, away = context.look([common, previous], inputs, entry)  # (B, width) each
             z = network.features(inputs, entry)
             loss = softmax_loss(network(z, network.depth), labels, label_smoothing=label_smoothing)

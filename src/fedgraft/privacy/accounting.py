@@ -264,7 +264,10 @@ def _crossing(epsilon_at: Callable[[float], float], target: float, low: float, h
 
 @dataclass(frozen=True)
 class Budget:
-    """The privacy account of one run: `spent` rounds of at most `planned`."""
+    """The privacy account of one run: `spent` rounds of at most `planned`, within the epsilon `target` at `delta`.
+
+    `probability` is that of a client to be sampled in a round, `noise` the noise multiplier.
+    """
 
     target: float
     delta: float

@@ -84,7 +84,7 @@ class DifferentialPrivacy:
         return UpdateLink("clip", apply, reported, whole=("within",), requires=NOTHING)
 
     def advance_from_updates(self, step: Step, updates: Sequence[Tensor], within: float) -> ServerState:
-        """Return the state after the noised sum of updates that arrived in the clear, of which `within` were unclipped.
+        """Return the state after the noised sum of updates in the clear, of which `within` were not clipped.
 
         An empty round releases noise too: who took part is private.
         """

@@ -241,7 +241,11 @@ def _run_parts(
     callbacks: Sequence[Callback],
     make_network: Callable[[], VisionNetwork] | None,
 ) -> Result:
-    """Run these parts in a folder and return the result; without `progress` it is displayed on the terminal."""
+    """Run these parts in a folder, or continue there, and return the result.
+
+    `progress` None: progress is displayed on the terminal. `make_network` makes the network of a run from objects anew,
+    for exports.
+    """
     config = parts.config
     display: AbstractContextManager[Progress] = LiveProgress(rich.get_console())
     if progress is not None:

@@ -46,7 +46,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Measure:
-    """Measures the models of one run."""
+    """Measures the models of one run, on the server's images or by requests to the clients."""
 
     setup: RunSetup
     opened: OpenRun
@@ -152,7 +152,10 @@ class Measure:
         return Measurement(plain, sums)
 
     def _measure_at_clients(self, vector: Tensor, round: int, split: str) -> Measurement:
-        """Measure the common model on images that the clients hold; they send counts and sums, nothing else."""
+        """Measure the common model on the images of a split that the clients hold; they send counts and sums only.
+
+        Requests go to the clients that take part in this round.
+        """
         federation = self.setup.federation
         candidates = federation.evaluated if split == "test" else federation.members
         clients = [client for client in candidates if federation.there(client, round)]
@@ -193,10 +196,14 @@ class Measure:
         return measurement
 
     def _score_fields(self, prefixes: Sequence[str]) -> tuple[dict[str, Field], Callable[[Response], str]]:
-        """Return what the sums for metrics look like, and a check of their plausibility."""
+        """Return the expected form of the sums for metrics, and a check of their plausibility.
+
+        `prefixes` of their names: "" for the model itself, `FINETUNED` for the one after fine-tuning.
+        """
         classes = len(self.classes)
 
         def implausible(response: Response) -> str:
+            """Return what cannot be true of a response's sums, or ""."""
             try:
                 for prefix in prefixes:
                     validated_sums(replace(response, sums=_without_prefix(response.sums, prefix)), classes)
@@ -211,7 +218,7 @@ class Measure:
         return fields, implausible
 
     def personal(self, state: ServerState) -> tuple[dict[str, float], dict[str, Any]]:
-        """Measure every client on its own test images; return mean and spread, and each one's metrics."""
+        """Let every client measure its model on its own test images; return mean and spread, and each one's metrics."""
         responses, _ = self.evaluated(state)
         by_client = self.each(responses) if self.metric_names else {}
         return accuracy_spread(responses), by_client

@@ -121,7 +121,7 @@ class Predictor:
         return predictions
 
     def measure(self, examples: Examples, skipped: Sequence[tuple[str, str]] = ()) -> ModelMetrics:
-        """Return every metric of this model on these images."""
+        """Return every metric of this model on these images; `skipped` are images left out before, for the result."""
         classes = len(self.classes)
 
         def batch_sums(rows: Tensor) -> dict[str, Tensor]:

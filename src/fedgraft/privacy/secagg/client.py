@@ -222,7 +222,7 @@ class SecureClient:
             return {"boxes": as_tensor(boxes), "commitment": as_tensor(crypto.commitment(seed))}
 
     def _read_adverts(self, data: Data) -> None:
-        """Check and store the adverts of the neighbours, and whose shares this client will hold."""
+        """Check and store the neighbours' adverts in the server's payload, and whose shares this client will hold."""
         neighbours = self._read_ids(data, "ids", set(self.plan.clients) - {self.client})
         adverts = self._read_rows(data, "adverts", len(neighbours), ADVERT_BYTES)
         self._need(set(neighbours))
@@ -279,7 +279,7 @@ class SecureClient:
         return {"masked": torch.from_numpy(masked)}
 
     def consistency(self, data: Data) -> dict[str, Tensor]:
-        """Check the lists of who shared and who survived, and sign them."""
+        """Check and store the server's lists of who shared keys and who survived; return the signature of both."""
         with self._turn("consistency"):
             shared = self._read_ids(data, "shared", set(self.plan.clients))
             alive = self._read_ids(data, "alive", set(shared))
