@@ -110,7 +110,7 @@ def superlink() -> None:
 
 
 def explain_key_in_use(activate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Flower's handler that admits a node; it explains why a registered key is refused."""
+    """Return Flower's handler `activate`, which admits a node, with a reason where a registered key is refused."""
     from flwr.supercore.error import FlowerError
 
     def activate_node(request: Any, state: Any) -> Any:
@@ -203,7 +203,10 @@ def supernode() -> None:
 
 
 def _pull_guarded(loop: Any, pull: Callable[..., int | None], pacer: PollPacer) -> Callable[..., int | None]:
-    """Return Flower's function that fetches a request; it verifies every app and refuses requests over the limit."""
+    """Return Flower's function `pull`, which fetches a request, with apps verified and the size limited.
+
+    `loop` is Flower's module of the node's loop; the pacer is told of every request.
+    """
     limit = limits.request_limit(Path(os.environ.get(NODE_STATE_VARIABLE, ".")).parent / "policy.toml")
 
     def pull_and_store(**arguments: Any) -> int | None:

@@ -90,9 +90,12 @@ def spawn(
     bound: bool = False,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process whose output goes to a log, in a session of its own, so that Ctrl-C here does not reach it.
+    """Start a process whose output is appended to a log, in a session of its own (Ctrl-C here does not reach it).
 
-    A gate that is `bound` ends by itself when this process has ended, for whatever reason.
+    Args:
+        home: Flower's private folder.
+        bound: a gate ends by itself when this process has ended, for whatever reason.
+        variables: further environment variables.
     """
     log.touch(mode=0o600)
     environment = flower_environment(home)
