@@ -42,6 +42,7 @@ def without_timing(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _without_fields(line: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of the line without these fields."""
     rest = dict(line)
     for field in fields:
         rest.pop(field, None)
@@ -119,6 +120,7 @@ def json_ready(value: Any) -> Any:
 
 
 def _finite_or_none(value: float) -> float | None:
+    """Return the number, or None for NaN and infinity, which JSON cannot hold."""
     if math.isfinite(value):
         return value
     return None

@@ -167,6 +167,7 @@ class Relay:
         self._reset(reported=False)
 
     def _reset(self, reported: bool) -> None:
+        """Forget the unsent units and begin a new interval."""
         self.news = {}
         self.last = time.monotonic()
         self.reported = reported

@@ -50,6 +50,7 @@ class InFlightTracker:
         """Return Flower's handler that admits a node, noting that its earlier request died with its process."""
 
         def activate_node(request: Any, state: Any) -> Any:
+            """Admit a node; its earlier request, if any, counts as abandoned."""
             response = activate(request=request, state=state)
             self.node_polled(response.node_id)
             return response

@@ -244,6 +244,7 @@ def limit_http_responses(client: Any, most: int = BODY) -> Any:
     handle_request = transport.handle_request
 
     def handle_limited(request: Any) -> Any:
+        """Return the response to a request, with the length of its body limited."""
         response = handle_request(request)
         response.stream = LimitedStream(response.stream)
         return response

@@ -93,6 +93,7 @@ def last_blocks(blocks: Count = 2, head: bool = True) -> Dense:
     """Train the last `blocks` blocks and the final norm, with or without the head."""
 
     def selected(network: Network, name: str) -> bool:
+        """Return whether a parameter lies in the last blocks, the final norm or, if wanted, the head."""
         if is_head(network, name):
             return head
         return network.block_of(name) >= network.depth - blocks

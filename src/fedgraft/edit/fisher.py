@@ -177,7 +177,7 @@ def batch_gradient(
     """
 
     def power(gradient: Tensor, size: int) -> Tensor:
-        """Return the squared gradient of a batch's mean loss, times its weight."""
+        """Return the squared gradient of a batch's mean loss times its number of samples `size`, squared if `scale`."""
         factor = size
         if scale:
             factor = size * size

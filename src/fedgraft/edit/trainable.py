@@ -81,9 +81,10 @@ class RoundRobinMasks(dict[int, Tensor]):
 
 
 def affordable_units(budgets: Sequence[int], fixed: int, unit: int = 1) -> list[int]:
-    """Return how many units of `unit` numbers fit in each budget (bytes of an update) beside the fixed numbers.
+    """Return how many units of coordinates fit in each budget beside those that are always sent.
 
-    A budget without room for one unit is refused.
+    `budgets` are bytes of an update (4 per coordinate), `fixed` is the number of coordinates that train densely, `unit`
+    the coordinates of one unit, such as those of one rank. A budget without room for one unit is refused.
     """
     counts = [(budget // 4 - fixed) // unit for budget in budgets]
     if min(counts) < 1:

@@ -175,6 +175,7 @@ def prepare_features(examples: Preparable, rows: Tensor, workers: int) -> None:
         return
 
     def work(parts: Parts) -> list[bytes]:
+        """Compute and store the features of the rows in a message (int64), in a worker process."""
         examples.prepare(torch.frombuffer(bytearray(parts[0]), dtype=torch.int64))
         return []
 

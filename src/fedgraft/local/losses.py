@@ -152,6 +152,7 @@ def calibrated(tau: NotNegative = 1.0, label_smoothing: Rest = 0.0) -> Loss:
     """
 
     def begin(context: LossContext) -> Value:
+        """Return the loss of a batch, with margins from the client's class counts."""
         margin = margins(context.counts.float(), tau)
 
         def value(network: Network, inputs: Tensor, labels: Tensor, entry: int) -> Tensor:

@@ -64,6 +64,7 @@ def sgdm(
     """
 
     def init(size: int) -> OptimizerState:
+        """Return a velocity of zeros; no state without momentum."""
         if not momentum:
             return {}
         return {"velocity": torch.zeros(size), "steps": torch.zeros(1)}

@@ -261,6 +261,7 @@ def _percent(*keys: str) -> Getter:
     """Return the getter of the share under nested keys, in percent."""
 
     def get(line: Mapping[str, Any]) -> float | None:
+        """Return the share of a line in percent; None if it has none."""
         share = _get(line, *keys)
         if share is None:
             return None

@@ -175,7 +175,7 @@ def metrics_csv(lines: Rows) -> str:
 
 
 def csv_row(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one round as flat columns."""
+    """Return one line of metrics.jsonl as flat columns: nested keys joined by dots, clients as their mean."""
     row: dict[str, Any] = {}
     for key, value in line.items():
         if key == "clients":

@@ -218,7 +218,7 @@ def _final_result(summary: Mapping[str, Any]) -> RenderableType | None:
 
 
 def _row(label: str, text: str) -> RenderableType:
-    """Return a label and its text."""
+    """Return one row of the display: a label, right-aligned, and its text."""
     row = Table.grid(padding=(0, 1))
     row.add_row(label.rjust(15), Text(text, overflow="fold"))  # a long path is folded, not cut off
     return row

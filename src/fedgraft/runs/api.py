@@ -146,6 +146,7 @@ class Result:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
+        """Return the text and the curve for a notebook."""
         rows = ["<tr><th>round</th><th>validation</th></tr>"]
         for round_number, accuracy in self.curve():
             rows.append(f"<tr><td>{round_number}</td><td>{100 * accuracy:.1f} %</td></tr>")

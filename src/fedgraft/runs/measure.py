@@ -285,7 +285,10 @@ def _without_prefix(sums: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor
 
 
 def report(sums: Mapping[str, Tensor], chosen: Sequence[str], classes: Sequence[str]) -> dict[str, Any]:
-    """Return the chosen metrics as summary.json holds them: value, interval, images; None where there is none."""
+    """Return the chosen metrics as summary.json holds them: value, interval, images; None where one is undefined.
+
+    `sums` are those of `metrics.scores`, `classes` the names of the classes.
+    """
     cells: dict[str, Any] = {}
     for name, metric in metrics.compute(sums, classes).items():
         if name.partition(":")[0] not in chosen:
@@ -298,7 +301,10 @@ def report(sums: Mapping[str, Tensor], chosen: Sequence[str], classes: Sequence[
 
 
 def tables(sums: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
-    """Return what is no single number: the confusion matrix (true class by row) and the reliability curve."""
+    """Return the confusion matrix (true class by row) and the reliability curve, where `chosen` names their metrics.
+
+    `sums` are those of `metrics.scores`, `chosen` the metrics of the config.
+    """
     made: dict[str, Any] = {}
     if "confusion" in chosen:
         made["confusion"] = sums["confusion"].long().tolist()

@@ -273,7 +273,7 @@ def expectation(
 
 
 def implausible_steps(algorithm: Algorithm, response: Response, learning_rate: float) -> str:
-    """Return a sentence if a client reports more effective steps than its examples can give, else "".
+    """Return a sentence if a client reports effective steps that its examples cannot give (0, or too many), else "".
 
     FedNova scales everybody's step by these numbers.
     """

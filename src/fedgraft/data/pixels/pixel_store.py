@@ -111,7 +111,10 @@ def open_pixels(originals: Originals, rule: PixelRule, cache: Path) -> Pixels:
 
 
 def _read_seal(entry: Path) -> dict[str, Any] | None:
-    """Return the seal of a complete entry whose images have not been touched since, else None."""
+    """Return the seal of a complete cache folder `entry` whose images have not been touched since, else None.
+
+    The seal is the content of store.json: digest of the pixels, unreadable images, size and time of images.npy.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError):
         seal: dict[str, Any] = json.loads((entry / "store.json").read_text())
         if seal["stamp"] == _stamp(entry):
@@ -120,7 +123,10 @@ def _read_seal(entry: Path) -> dict[str, Any] | None:
 
 
 def _reseal(entry: Path) -> dict[str, Any] | None:
-    """Return a new seal for an entry that was touched but is intact; remove the files of a damaged one, and warn."""
+    """Return a new seal for a cache folder whose images were touched but are intact; None where there is no seal.
+
+    The files of a damaged one are removed, with a warning.
+    """
     if not (entry / "store.json").exists():
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -253,7 +259,7 @@ def _seal(entry: Path, images: np.ndarray, records: list[dict[str, Any]]) -> dic
 
 
 def _write_seal(entry: Path, seal: dict[str, Any]) -> dict[str, Any]:
-    """Write the seal with the present stamp of the images, and return it."""
+    """Write the seal into the cache folder `entry`, with the present size and time of its images; return it."""
     seal = {**seal, "stamp": _stamp(entry)}
     _replace(entry / "store.json", json.dumps(seal))
     return seal
