@@ -34,7 +34,7 @@ LOSSY: Capabilities = frozenset({Capability.ENCODED_UPDATES, Capability.SEPARATE
 
 
 class BadPayload(FedgraftError):
-    """A payload does not have the layout or the contents that its codec produces for this length."""
+    """The error for a payload without the layout or the contents that its codec produces for this length."""
 
     def __init__(self, message: str, code: str = "E-CODEC-PAYLOAD") -> None:
         super().__init__(code, message)

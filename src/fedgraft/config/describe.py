@@ -77,7 +77,10 @@ COMMON = (
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the table behind an option, if it is one, or may be one."""
+    """Return the table class in an option's annotation, also inside a union such as `Table | None`.
+
+    None if it has none.
+    """
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate

@@ -61,7 +61,7 @@ def candidates(config: Config) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate, the result of its trial, and the cost of the whole run."""
+    """One way to train (head, low rank, ...), the result of its trial, and the cost of the whole run."""
 
     label: str
     config: Config

@@ -39,7 +39,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Findings:
-    """All probes, in order of learning rate."""
+    """The results of a learning-rate search: all probes, in order of learning rate; `find_rate` makes it."""
 
     probes: tuple[Probe, ...]
 

@@ -140,7 +140,7 @@ def work_of(run: Adapted, layers: tuple[Row, ...]) -> dict[str, tuple[float, flo
 
 
 def _rows(run: Adapted) -> Tensor:
-    """Return the rows of the batch that is measured."""
+    """Return the training rows of the one batch whose layers are measured: at most 64."""
     return run.setup.task.data.train_rows[: min(64, run.setup.algorithm.local.batch_size)]
 
 

@@ -128,7 +128,7 @@ class SearchPlan:
 
 @dataclass(eq=False)
 class Trial:
-    """One setting, its runs by seed, and their results."""
+    """One setting of a search, its runs by seed, and their results; `Search` makes and updates it."""
 
     setting: Setting
     runs: dict[int, Config]
@@ -155,7 +155,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """The setting as overrides."""
+        """The setting as overrides of the config, such as "local.lr=0.1"."""
         overrides = [f"{key}={value}" for key, value in self.setting.items()]
         return " ".join(overrides) or "base config"
 

@@ -189,7 +189,7 @@ def app_bundle() -> bytes:
 
 
 def _run_state(run: Any) -> RunState:
-    """Return the status of a run from Flower's record of it."""
+    """Return the `RunState` of Flower's record of a run."""
     status = run.status
     return RunState(int(run.run_id), status.sub_status or status.status, status.details)
 

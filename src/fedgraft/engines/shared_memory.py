@@ -121,7 +121,7 @@ class _Channel:
 
 @dataclass(frozen=True)
 class _Worker:
-    """A worker process, seen from its parent."""
+    """A worker process with the parent's end of its connection, as `Workers` keeps it."""
 
     process: BaseProcess
     channel: _Channel

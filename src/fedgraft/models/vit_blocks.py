@@ -23,7 +23,11 @@ from torch.nn.functional import layer_norm, linear
 
 
 def tokens_of(block: Any, hidden: Tensor) -> Tensor:
-    """Return the output of a block for its tokens (B, T, D)."""
+    """Return the output of a plain ViT block for its tokens (B, T, D), with query, key and value as one product.
+
+    Where hooks or frozen layers forbid that, the block itself is called. The scale and shift of the first norm are
+    folded into the product where nothing before it needs a gradient.
+    """
     attention = block.attention
     norm = block.layernorm_before
     if not _has_no_hooks(block, attention) or not _can_be_one_product(attention):

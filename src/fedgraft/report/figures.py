@@ -197,7 +197,7 @@ def scatter_front(
 
 
 def _draw_levels(axes: Axes, levels: Levels) -> None:
-    """Draw named heights across the axes."""
+    """Draw named heights as dashed lines across the axes."""
     for dashes, (name, height) in zip(itertools.cycle(DASHES[1:]), (levels or {}).items()):
         axes.axhline(height, color="#888888", linestyle=dashes, linewidth=1.2, zorder=0)
         transform = axes.get_yaxis_transform()

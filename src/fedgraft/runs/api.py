@@ -363,7 +363,7 @@ _WHERE_INSTEAD = {
 
 
 def _tables(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword options as tables of a config; refuse those that the objects decide."""
+    """Return keyword options of `run` as tables of a config (`rounds_` is `rounds`); refuse what the objects decide."""
     tables: dict[str, Any] = {}
     for key, value in options.items():
         name = key.removesuffix("_")

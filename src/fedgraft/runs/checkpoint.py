@@ -181,7 +181,7 @@ def _encode(
 
 
 def _header(data: bytes) -> dict[str, Any]:
-    """Return round, score and meta from the first bytes of a checkpoint file."""
+    """Return round, score and meta of a checkpoint from its first bytes (the length and the JSON header)."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["fedgraft"])
     return {"round": header["round"], "best": header["best"], "meta": dict(header["meta"])}

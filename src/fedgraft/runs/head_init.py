@@ -66,7 +66,7 @@ class InitialModel:
 
 
 def install(network: Network, head: Tensor) -> None:
-    """Write a (classes, width + 1) head into the network."""
+    """Write a head (classes, width + 1), whose last column is the bias, into the network, in place."""
     with torch.no_grad():
         network.head.weight.copy_(head[:, :-1])
         network.head.bias.copy_(head[:, -1])

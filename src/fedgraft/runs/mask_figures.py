@@ -52,7 +52,7 @@ def figures_of_runs(runs: Sequence[Path], out: Path) -> list[Path]:
 
 
 def _open(folder: RunFolder) -> MaskedRun:
-    """Return the masks of a run."""
+    """Open the model of a run folder again and return its masks, as the figures need them."""
     run = adapted(folder.path)
     space = run.opened.space
     mask = None

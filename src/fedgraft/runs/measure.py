@@ -179,7 +179,10 @@ class Measure:
         return Measurement(plain, scores.merge_scores(sums, classes))
 
     def _measure_by_hidden_sum(self, vector: Tensor, round: int, split: str, clients: Sequence[int]) -> Measurement:
-        """Measure the common model by a secure sum of the clients' scores."""
+        """Measure the common model by a secure sum of these clients' scores on the split; the result is cached.
+
+        `round` numbers the sum, which clients serve once.
+        """
         key = split + hashlib.sha256(vector.numpy().tobytes()).hexdigest()
         if key in self.summed:  # a round without a step: clients give the same sum only once
             return self.summed[key]

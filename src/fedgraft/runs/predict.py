@@ -82,7 +82,10 @@ class ModelMetrics:
 
 @dataclass(frozen=True)
 class Predictor:
-    """A network, its classes and its preprocessing."""
+    """A network, its classes and its preprocessing: predicts and measures images.
+
+    `predictor` makes it from a folder.
+    """
 
     network: VisionNetwork
     classes: Sequence[str]

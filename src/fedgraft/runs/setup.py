@@ -456,9 +456,10 @@ def numbers_of(names: Iterable[str], option: str, data: FederatedData) -> dict[s
 
 
 def with_closed_form_head(config: Config, algorithm: Algorithm) -> Config:
-    """Return the config of an algorithm that is a head in one exchange: its way to make the head, and no round.
+    """Return the config with the head of an algorithm that is a head in one exchange (FedNCM, ...), and no rounds.
 
-    A head that cannot be made from hidden sums is refused here, before anything is read.
+    Any other config is returned as it is. A head that cannot be made under secure aggregation is refused here, before
+    anything is read.
     """
     closed_form = algorithm.closed_form
     alternative = "model.head='ncm'"

@@ -377,7 +377,10 @@ def relative_drift(clients: Mapping[str, list[float]]) -> float:
 
 
 def response_bytes(arrival: Arrival) -> int:
-    """Return the bytes of one answer on the wire; 0 for what has no wire form."""
+    """Return the bytes of one arrival on the wire.
+
+    0 for a sentence and for a malformed object, which have no wire form.
+    """
     message = arrival[1] if isinstance(arrival, tuple) else arrival
     if isinstance(message, bytes | bytearray):
         return len(message)

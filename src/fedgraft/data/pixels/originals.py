@@ -83,7 +83,7 @@ def from_arrays(images: np.ndarray | Sequence[Any], name: str = "arrays") -> Ori
 
 
 def chosen(whole: Originals, rows: np.ndarray) -> Originals:
-    """Return some rows of other originals, in this order."""
+    """Return these rows of other originals, in this order, as originals of their own."""
 
     def read(start: int, stop: int) -> list[Source]:
         """Return the sources of these rows; neighbouring rows of the whole are read together."""
@@ -102,7 +102,7 @@ def chosen(whole: Originals, rows: np.ndarray) -> Originals:
 
 
 def joined(parts: Sequence[Originals]) -> Originals:
-    """Return several originals one after the other."""
+    """Return several originals as one, their rows one after the other."""
     ends = [0, *accumulate(part.count for part in parts)]  # ends[i]: rows before part i
 
     def locate(row: int) -> tuple[Originals, int]:

@@ -160,7 +160,7 @@ def _from_items(data: Any, names: dict[str, str | None]) -> SourcePart:
 
 
 def _item(data: Any, row: int, names: dict[str, str | None]) -> tuple[Any, Any]:
-    """Return image and label of one item: a pair, or a mapping with these columns."""
+    """Return image and label of one item of a torch dataset: a pair, or a mapping with the columns in `names`."""
     item = data[row]
     if isinstance(item, Mapping):
         where = f"item {row} of the dataset"

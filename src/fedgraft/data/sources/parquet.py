@@ -132,7 +132,7 @@ def read_names(path: Path) -> list[str] | None:
 
 
 def _find_files(path: Path) -> list[list[Path]]:
-    """Return the files of each part: train and test, or all in one."""
+    """Return the parquet files of each part at a path: [train, test], or [all] where names do not say."""
     if path.is_file():
         return [[path]]
     hint = "name the file, or a folder of parquet files"

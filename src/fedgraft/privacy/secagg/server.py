@@ -34,7 +34,7 @@ TensorFields = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class SumResult:
-    """The sum over the survivors."""
+    """The result of a secure sum, over the clients that survived it."""
 
     sums: Mapping[str, Tensor]
     """float64 by segment."""
