@@ -47,7 +47,7 @@ def clear_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
 def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     """Return every action that a run of this config requests; counts only where images are held out.
 
-    A head that is computed from sums is scored by counts, also where the model is measured by hidden sums later on.
+    A head that is computed from sums is scored by counts, also where the model is measured by secure sums later on.
     """
     holds_out = config.data.validation > 0
     measures = holds_out and (config.rounds.evaluate_every > 0 or config.rounds.test)

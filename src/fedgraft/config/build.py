@@ -149,7 +149,7 @@ def build_algorithm(config: Config) -> Algorithm:
 
 
 def build_local(config: Config) -> LocalTraining:
-    """Return how a client trains."""
+    """Return the `LocalTraining` of the config: steps or epochs, batch size, optimizer and the other options."""
     local = config.local
     options = {}
     for name in LocalTraining.__dataclass_fields__:

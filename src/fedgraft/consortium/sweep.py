@@ -296,7 +296,7 @@ def _status(folder: Path) -> str:
 
 
 def _beside(folder: Path, ending: str) -> Path:
-    """Return the path of a file beside a run's folder."""
+    """Return the path of a file beside a run's folder: the folder's name with this ending."""
     return folder.with_name(folder.name + ending)  # a run's name may have dots, so not `with_suffix`
 
 

@@ -60,7 +60,7 @@ def never_goes_back(name: str) -> bool:
 
 
 def earlier_memory(now: ClientMemory, before: ClientMemory | None) -> ClientMemory:
-    """Return the memory before a request, with the parts that never go back as they are now."""
+    """Return the memory `before` a request (None: none), but key, ledger and secure sums as they are `now`."""
     memory = {}
     for name, tensor in (before or {}).items():
         if not never_goes_back(name):

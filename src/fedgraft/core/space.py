@@ -324,7 +324,7 @@ def _tensors(network: Network) -> dict[str, nn.Parameter | Tensor]:
 
 
 def _read(part: Part, tensor: Tensor) -> Tensor:
-    """Return the values of the part, flat."""
+    """Return the values of a part's coordinates in its tensor, as a flat vector (part.size,)."""
     flat = tensor.detach().reshape(-1)
     if part.index is None:
         return flat
@@ -332,7 +332,7 @@ def _read(part: Part, tensor: Tensor) -> Tensor:
 
 
 def _write(part: Part, tensor: Tensor, values: Tensor) -> None:
-    """Write the flat values of the part into the tensor, in place."""
+    """Write the flat values (part.size,) of a part into its tensor, in place."""
     if part.index is None:
         tensor.data.copy_(values.view(part.shape))
     else:

@@ -32,7 +32,7 @@ def start_server(
     """Start the SuperLink in the background, wait until it answers, and admit the registered keys.
 
     Args:
-        port: None: any free one.
+        port: to listen on; None: any free one.
         bind: address to listen on; None: loopback for a local federation, else all.
         bound: it ends with this process; otherwise it outlives it.
 

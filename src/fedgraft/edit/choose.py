@@ -269,7 +269,10 @@ def _smallest(
 
 
 def _groups(names: Sequence[str], threshold: str, block_of: Callable[[str], Any] | None) -> list[list[str]]:
-    """Return the groups of tensors that share one threshold."""
+    """Return the groups of tensor names that share one threshold.
+
+    `threshold` is "global", "per_tensor" or "per_block"; for the last `block_of` returns the block of a name.
+    """
     if not names:
         raise FedgraftError("E-EDIT-NO-SCORES", "there are no scores to choose from", "select at least one parameter")
     if threshold == "global":

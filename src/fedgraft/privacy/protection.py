@@ -228,7 +228,7 @@ class Clear:
         return {}
 
     def sum_capacity(self) -> int | None:
-        """Return how many clients the fixed-point numbers of a training sum must have room for; None: those in it."""
+        """Return for how many summands the numbers of a training sum must have room; None: for the clients in it."""
         return None
 
     def rounding(self, segments: tuple[Segment, ...]) -> float | None:

@@ -92,7 +92,7 @@ def run_setup(
     else:
         display = shown_by(progress.look)
     with one_thread(), display:
-        check_place(folder, "--folder")  # everything that can be refused is refused before a folder exists
+        check_place(folder, "--folder")  # whatever is wrong with a run is reported before its folder exists
         finished = is_finished(folder)
         if finished and (folder / "report.html").exists():
             log.info("%s is already finished", folder)

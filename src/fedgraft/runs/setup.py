@@ -412,7 +412,7 @@ def _membership(config: Config, data: FederatedData) -> dict[str, Any]:
 
 
 def _rounds_by_number(rounds: dict[str, int], option: str, data: FederatedData) -> dict[int, int]:
-    """Return rounds that an option gives by client name, by client number."""
+    """Return the rounds that an option such as `joins` gives by client name, by client number instead."""
     by_number = {}
     for name, number in numbers_of(rounds, option, data).items():
         by_number[number] = rounds[name]

@@ -101,7 +101,7 @@ def _read(path: Path) -> dict[str, Tensor] | None:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Store tensors with their digest."""
+    """Store the tensors with their digest in a file of the cache."""
     write_cached(path, [save({**tensors, DIGEST: _digest(tensors)})])
 
 

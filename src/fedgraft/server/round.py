@@ -29,7 +29,7 @@ __all__ = ["Engine", "RoundSummary", "ServerContext", "run_round"]
 
 @dataclass(frozen=True)
 class RoundSummary:
-    """What one round was like; a line of metrics.jsonl."""
+    """What one round was like: `record` is its line of metrics.jsonl; `run_round` makes it."""
 
     round: int
     cohort: tuple[int, ...]

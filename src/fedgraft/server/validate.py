@@ -101,7 +101,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Accepted:
-    """A response that passed, with its update decoded once."""
+    """A response that passed validation, with its update decoded once."""
 
     response: Response
     update: Tensor | None
