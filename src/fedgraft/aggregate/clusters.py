@@ -56,7 +56,11 @@ class Clusters:
         return {"clusters": state.rule["clusters"]}
 
     def advance(self, step: Step, answers: Answers, weights: Tensor) -> Advanced:
-        """Move each cluster's model by the mean of its clients' updates; the common vector is the mean of all."""
+        """Return the state after moving each cluster's model by the mean of its clients' updates.
+
+        The common vector (`anchor`) follows the mean of all models; clusters are stored as offsets from it under
+        `rule["clusters"]`. A cluster that no client chose keeps its model.
+        """
         state = step.state
         info = step.info(answers, weights)
         offsets = state.rule.get("clusters", torch.zeros(self.count, len(state.vector)))

@@ -25,14 +25,16 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Payload
 
 ArrayLayout = Mapping[str, tuple[torch.dtype, int]]
+"""dtype and number of elements of each array of a payload, by name."""
 CodecMemory = MutableMapping[str, Tensor]
+"""A client's memory between rounds, which a codec may change in place."""
 # Rounding magnifies the differences in last bits that come from training clients together.
 LOSSY: Capabilities = frozenset({Capability.ENCODED_UPDATES, Capability.SEPARATE_CLIENTS})
 """What a codec requires that does not return the exact values."""
 
 
 class BadPayload(FedgraftError):
-    """A payload does not have the layout or the contents that its codec produces for this length."""
+    """The error for a payload without the layout or the contents that its codec produces for this length."""
 
     def __init__(self, message: str, code: str = "E-CODEC-PAYLOAD") -> None:
         super().__init__(code, message)
@@ -137,7 +139,10 @@ class Int8:
         return {"values": (torch.int8, length), "scales": (torch.float32, -(-length // self.chunk))}
 
     def encode(self, vector: Tensor, generator: torch.Generator, memory: CodecMemory | None = None) -> Payload:
-        """Return floor(x / scale + u) with u uniform in [0, 1): its expectation is x / scale."""
+        """Return the chunks' scales and the integers floor(x / scale + u) with u uniform in [0, 1).
+
+        Their expectation is x / scale, so the rounding is unbiased.
+        """
         rows = self._chunk_rows(vector)  # (chunks, chunk)
         scales = rows.abs().amax(dim=1) / 127  # not finite where a value is not finite: decode refuses it
         steps = rows / torch.where(scales == 0, 1.0, scales)[:, None]

@@ -108,7 +108,7 @@ def count_normalised(updates: Iterable[Tensor], masks: Iterable[Tensor], weights
     zero outside their masks; it shrinks coordinates that few clients chose.
     """
     total = torch.zeros(0, dtype=torch.float64)
-    count = total  # weight of the clients whose mask contains the coordinate
+    count = total  # by coordinate: weight of the clients whose mask contains it
     all_weights = 0.0
     for update, mask, weight in zip(updates, masks, normalised(weights).tolist(), strict=True):
         if not len(total):
@@ -152,6 +152,7 @@ def drift_report(updates: Iterable[Tensor], mean: Tensor) -> DriftReport:
         short_mean = mean.to(torch.float64)
 
     def mean_piece(piece: slice) -> Tensor:
+        """Return a piece of the mean update as float64."""
         if short_mean is not None:
             return short_mean
         return mean[piece].to(torch.float64)

@@ -21,9 +21,9 @@ from fedgraft.core.rng import torch_stream
 
 @in_range
 def ties(rows: Tensor, weights: Tensor, keep: Share = 0.2) -> Tensor:
-    """Return the TIES merge: trim each row, elect a sign per coordinate, average the entries that agree with it.
+    """Return the TIES merge (k,) of rows (m, k): trim each row, elect a sign per coordinate, average what agrees.
 
-    A coordinate with no remaining entry is zero.
+    `keep` is the share of each row's entries that survives the trim. A coordinate with no remaining entry is zero.
     """
     share = normalised(weights)
     count = max(1, round(keep * rows.shape[1]))
@@ -53,7 +53,10 @@ def dare(rows: Tensor, weights: Tensor, drop: Rest, generator: torch.Generator) 
 
 
 def fisher_mean(rows: Tensor, weights: Tensor, information: Tensor) -> Tensor:
-    """Return Σ w F x / Σ w F per coordinate; the weighted mean where the information of all clients is zero."""
+    """Return Σ w F x / Σ w F per coordinate, (k,), for rows x (m, k) and their diagonal Fisher information F (m, k).
+
+    Where the information of all clients is zero it is the weighted mean.
+    """
     share = normalised(weights)
     fisher = information.clamp(min=0)
     weighted_rows = [f.double() * row.double() for f, row in zip(fisher, rows, strict=True)]
@@ -63,7 +66,7 @@ def fisher_mean(rows: Tensor, weights: Tensor, information: Tensor) -> Tensor:
 
 
 def aligned_weights(updates: Tensor, weights: Tensor, steps: int = 1, rate: float = 1.0) -> Tensor:
-    """Return FedAWA's weights λ = softmax(x): gradient steps on Σ λ_k (1 - cos(u_k, Σ_j λ_j u_j)) from `weights`.
+    """Return FedAWA's weights λ = softmax(x), (m,): gradient steps on Σ λ_k (1 - cos(u_k, Σ_j λ_j u_j)) from `weights`.
 
     The minimum is one client with all the weight, which agrees with itself: hence one or two steps, not many. All
     cosines follow from the Gram matrix of the updates (m, m), so a step costs nothing. The paper also pulls the new
@@ -85,9 +88,13 @@ def aligned_weights(updates: Tensor, weights: Tensor, steps: int = 1, rate: floa
 
 
 def on_trained(rule: Callable[[Tensor, Tensor, Answers], Tensor]) -> Callable[[Answers, Tensor], Tensor]:
-    """Return an aggregation that uses the rule on trained coordinates and the mean on the statistics behind them."""
+    """Return an aggregation that uses `rule(rows, weights, answers)` on trained coordinates and the mean on the rest.
+
+    The rest are the normalisation statistics that follow the trained coordinates.
+    """
 
     def update(answers: Answers, weights: Tensor) -> Tensor:
+        """Return the combined update (k,) of all clients."""
         rows = torch.stack(list(answers.updates))
         end = answers.trained or len(answers.updates[0])
         tail = weighted_mean(rows[:, end:], weights)
@@ -124,13 +131,18 @@ def fisher_aggregator(samples: int) -> Aggregator:
 def by_layer(
     scores: Callable[[Answers], Tensor], weigh: Callable[[Answers, Tensor], Tensor], freeze: float | None
 ) -> Aggregator:
-    """Return the aggregator that weights each coordinate by the scores (m, layers) of its own layer.
+    """Return the aggregator that weights each coordinate by the scores of its own layer.
 
-    Batch-norm statistics are weighted by the client weights. A layer whose mean score lies more than `freeze` below 1
-    does not move in this round.
+    Args:
+        scores: returns the clients' scores by layer, (m, layers).
+        weigh: returns the client weights (m,) from the scores of one layer, (m, 1).
+        freeze: a layer whose mean score lies more than this below 1 does not move in this round; None: all move.
+
+    Batch-norm statistics are weighted by the client weights.
     """
 
     def update(answers: Answers, weights: Tensor) -> Tensor:
+        """Return the update (k,), each layer's coordinates averaged with the weights of that layer."""
         layer_scores = scores(answers)
         share = normalised(weights)
         if freeze is None:

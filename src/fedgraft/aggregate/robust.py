@@ -98,7 +98,10 @@ def _sort_columns(rows: Tensor) -> Tensor:
 
 
 def _by_coordinate(stack: Tensor, rule: Callable[[Tensor], Tensor], rows: Sequence[int] | None = None) -> Tensor:
-    """Apply a coordinate-wise rule to the sorted columns of the stack, or of the selected `rows` of it."""
+    """Apply a coordinate-wise rule to the columns of the stack (m, k), each sorted over clients; return (k,).
+
+    `rule` maps sorted columns (m, piece) to (piece,). `rows` are the clients that take part; None: all.
+    """
     out = torch.empty(stack.shape[1])
     for piece in chunks(stack.shape[1]):
         part = stack[:, piece]
@@ -140,6 +143,7 @@ def trimmed_mean(beta: float = 0.2) -> Rule:
         )
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        """Return the trimmed mean (k,) of the updates (m, k); the weights are ignored."""
         cut = int(beta * len(stack) + 1e-9)  # 0.29 * 100 is 28.999... in floating point
         return _by_coordinate(finite_rows(stack), lambda s: _row_mean(s[cut : len(s) - cut]))
 
@@ -157,6 +161,7 @@ def krum(attackers: int) -> Rule:
     """Return the rule that takes the one update whose m - f - 2 nearest neighbours are closest."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        """Return the update with the smallest Krum score; raise `TooFew` with too few responses."""
         require_responses(len(stack), 2 * attackers + 3, "Krum", attackers)
         stack = finite_rows(stack)
         scores = krum_scores(squared_distances(stack), attackers)
@@ -169,6 +174,7 @@ def multi_krum(attackers: int, keep: int | None = None) -> Rule:
     """Return the rule that averages the `keep` updates (default m - f) with the best Krum scores, unweighted."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        """Return the mean of the updates with the smallest Krum scores; raise `TooFew` with too few responses."""
         require_responses(len(stack), 2 * attackers + 3, "multi-Krum", attackers)
         count = keep
         if count is None:
@@ -193,6 +199,7 @@ def bulyan(attackers: int) -> Rule:
     """Return Bulyan: select m - 2f updates by repeated Krum, then average the m - 4f values nearest their median."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        """Return Bulyan's update (k,) of the stack (m, k); raise `TooFew` with too few responses."""
         m = len(stack)
         require_responses(m, 4 * attackers + 3, "Bulyan", attackers)
         stack = finite_rows(stack)
@@ -235,6 +242,7 @@ def geometric_median(iterations: int = 100, smoothing: float = 1e-6, tolerance: 
     """
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        """Return the geometric median (k,) of the stack (m, k)."""
         stack = finite_rows(stack)
         distances = squared_distances(stack)
         shares = _weiszfeld(distances, iterations, smoothing, tolerance)
@@ -244,7 +252,11 @@ def geometric_median(iterations: int = 100, smoothing: float = 1e-6, tolerance: 
 
 
 def _weiszfeld(squared: Tensor, iterations: int, smoothing: float, tolerance: float) -> Tensor:
-    """Return the shares of the updates in their geometric median, (m,) summing to one."""
+    """Return the shares of the updates in their geometric median, (m,) summing to one.
+
+    `squared` are the squared distances between the updates, (m, m). Iteration ends when no share changes by
+    `tolerance`; distances are at least `smoothing` times the typical one.
+    """
     typical = squared.sqrt().median(1).values  # (m,)
     floor = max(smoothing * float(typical.median()), 1e-150)
     shares = 1 / typical.clamp(min=floor)
@@ -272,6 +284,7 @@ def centered_clipping(tau: Positive | None = None, iterations: Count = 3) -> Rul
     """
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        """Return the centre (k,) after the iterations, from the coordinate-wise median of the stack (m, k)."""
         stack = finite_rows(stack)
         centre = _by_coordinate(stack, _median_of_sorted).to(torch.float64)
         radius = tau
@@ -315,6 +328,7 @@ def clip_norms(limit: float | None = None) -> Prepare:
         )
 
     def prepare(stack: Tensor) -> Tensor:
+        """Return a copy of the stack (m, k) in which no row is longer than the limit."""
         stack = finite_rows(stack)
         norms = [norm(row) for row in stack]
         bound = limit
@@ -333,6 +347,7 @@ def nearest_mixing(attackers: int) -> Prepare:
     """Return the step that replaces every update by the mean of the m - f updates nearest to it, itself included."""
 
     def prepare(stack: Tensor) -> Tensor:
+        """Return the stack (m, k) with each row replaced by the mean of the m - f rows nearest to it."""
         m = len(stack)
         require_responses(m, 2 * attackers + 1, "nearest-neighbour mixing", attackers)
         stack = finite_rows(stack)
@@ -350,6 +365,7 @@ def prepared(rule: Rule, *steps: Prepare) -> Rule:
     """Return a rule that runs `steps` in order on the stack and then `rule`."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        """Return the rule's update of the stack after all steps."""
         for step in steps:
             stack = step(stack)
         return rule(stack, weights)
@@ -381,10 +397,15 @@ def trimmed_against(attackers: int, responses: int) -> Rule:
 def robust_aggregator(
     name: str, attackers: Number = 0, neighbours: bool = False, clip: Positive | None = None
 ) -> Aggregator:
-    """Return the aggregator of a robust rule, with optional clipping and nearest-neighbour mixing before it."""
+    """Return the aggregator of a robust rule, with optional clipping and nearest-neighbour mixing before it.
+
+    `name` is a key of `AGGREGATORS`, `attackers` the number of malicious clients expected in a cohort, `neighbours`
+    turns on nearest-neighbour mixing, `clip` is the norm to which updates are clipped first (None: not).
+    """
     AGGREGATORS.find(name)  # an unknown name is refused now, not in the first round
 
     def update(answers: Answers, weights: Tensor) -> Tensor:
+        """Return the rule's update of all answers; attackers that validation dropped are no longer expected."""
         stack = torch.stack(list(answers.updates))
         # Validation has already dropped some attackers: that many fewer are left among the responses.
         left = max(0, attackers - answers.dropped)

@@ -21,6 +21,7 @@ from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
 from fedgraft.core.errors import FedgraftError
 
 RuleState = dict[str, Tensor]
+"""What a server rule remembers between rounds, by name: velocity, moments, control variate."""
 STATELESS: Capabilities = frozenset({Capability.STATELESS_STEP})
 
 
@@ -92,6 +93,7 @@ def momentum(lr: float = 1.0, beta: float = 0.9) -> ServerRule:
     """Return FedAvgM: v = beta v + update; x + lr * v."""
 
     def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
+        """Return the next vector and the new velocity."""
         v = beta * state["velocity"] + update
         return x + lr * v, {"velocity": v}
 
@@ -110,7 +112,11 @@ def _adaptive(
     tau: float,
     correction: BiasCorrection = "none",
 ) -> ServerRule:
-    """Return the rule m = b1 m + (1 - b1) update; v = second(v, update^2); x + lr m / (sqrt(v) + tau)."""
+    """Return the rule m = b1 m + (1 - b1) update; v = second(v, update^2); x + lr m / (sqrt(v) + tau).
+
+    `second` returns the new second moment from the old one and the squared update; `betas` are (b1, b2), of which b2
+    serves the bias correction.
+    """
     if not tau > 0:
         raise FedgraftError(
             "E-AGGREGATE-TAU",
@@ -127,6 +133,7 @@ def _adaptive(
         return {"first": torch.zeros(size), "second": torch.zeros(size), "steps": torch.zeros((), dtype=torch.int64)}
 
     def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
+        """Return the next vector, and both moments with the number of steps."""
         m = betas[0] * state["first"] + (1 - betas[0]) * update
         v = second(state["second"], update.square())
         t = int(state["steps"]) + 1
@@ -159,6 +166,7 @@ def scaffold_rule(lr: float = 1.0) -> ServerRule:
     """Return SCAFFOLD: x + lr * update; c + (|S| / K) * mean(c_k' - c_k), the unweighted sum `control` over K."""
 
     def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
+        """Return the next vector and the new server control variate."""
         moved = _take(info.sums, "control", "scaffold")
         control = state["control"] + moved / info.clients_total
         return x + lr * update, {"control": control}
@@ -178,6 +186,7 @@ def feddyn_rule(alpha: float) -> ServerRule:
         )
 
     def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
+        """Return the next vector and the new server state h."""
         if alpha == 0:
             return x + update, state
         h = state["h"] - alpha * (info.clients_answered / info.clients_total) * update
@@ -207,6 +216,7 @@ def fedgma_rule(threshold: float = 0.4, lr: float = 1.0, soft: bool = True) -> S
     """
 
     def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
+        """Return the next vector; the update is scaled down where clients disagree on its sign."""
         agreement = _take(info.sums, "agreement", "fedgma")
         below = agreement
         if not soft:
@@ -220,9 +230,10 @@ def fedgma_rule(threshold: float = 0.4, lr: float = 1.0, soft: bool = True) -> S
 
 
 def plain_tail(rule: ServerRule, trained: int) -> ServerRule:
-    """Return the rule restricted to the first `trained` coordinates; batch-norm statistics take the plain mean."""
+    """Return the rule restricted to the first `trained` coordinates; the statistics behind them take the plain mean."""
 
     def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
+        """Return the next vector and the rule's new state, which covers the trained coordinates only."""
         sums = {name: vector[:trained] for name, vector in info.sums.items()}
         trained_info = RoundInfo(info.clients_total, info.clients_answered, info.lr, sums, info.scalars)
         moved, new_state = rule.step(x[:trained], update[:trained], state, trained_info)

@@ -37,8 +37,9 @@ class Score:
 def svcca_basis(x: Tensor, keep: int | float = 50) -> Tensor:
     """Return an orthonormal basis (n, p) float64 of the leading directions of x (n, d), centred over rows.
 
-    `keep` is a number of directions, or a share of the variance when it is a float below 1. The basis is empty if x is
-    not finite: an attacker's weights may overflow a layer, and that must not end the run.
+    `keep` is a number of directions, or a share of the variance when it is a float below 1. Directions that are only
+    rounding noise are left out. The basis is empty if x is not finite: an attacker's weights may overflow a layer, and
+    that must not end the run.
     """
     x = x.to(torch.float64)
     if not torch.isfinite(x).all():
@@ -59,7 +60,11 @@ def svcca_basis(x: Tensor, keep: int | float = 50) -> Tensor:
 
 
 def svcca_of_bases(qx: Tensor, qy: Tensor, top: int | None = 20) -> Score:
-    """Return SVCCA of two bases over the same n rows: the mean of the `top` singular values of Qx'Qy."""
+    """Return SVCCA of two orthonormal bases (n, p) over the same n rows: the mean of the top singular values of Qx'Qy.
+
+    `top` is their number, None: all. The value is NaN for an empty basis. Too few rows for the number of directions are
+    an error.
+    """
     n = len(qx)
     p = max(qx.shape[1], qy.shape[1])
     if len(qy) != n:
@@ -317,7 +322,10 @@ FLOOR = 1e-6
 
 
 def mean_scores(scores: Tensor, null: Tensor | float = 0.0) -> Tensor:
-    """Return the mean over layers of scores (m, layers), clamped to [0, 1], corrected for `null` (one or per layer)."""
+    """Return the mean over layers of scores (m, layers), clamped to [0, 1] and corrected for chance, (m,).
+
+    `null` is the score of unrelated data, one for all layers or one per layer.
+    """
     clamped = scores.to(torch.float64).reshape(len(scores), -1).clamp(0, 1)
     return null_corrected(clamped, null).mean(1)
 
@@ -333,7 +341,13 @@ def counted_examples(
 def alignment_weights(
     examples: Tensor, scores: Tensor, gamma: float = 1.0, null: Tensor | float = 0.0, cap: float | None = None
 ) -> Alignment:
-    """Return FedAlignAvg's weights n_k s_k^gamma, normalised; `cap` limits the effective examples of a client.
+    """Return FedAlignAvg's weights n_k s_k^gamma, normalised.
+
+    Args:
+        examples: n_k, (m,).
+        scores: alignment by layer, (m, layers).
+        null: the score of unrelated data, one or per layer.
+        cap: largest effective number of examples n_k s_k^gamma of a client; None: no limit.
 
     One score that is NaN makes all weights fall back to n_k.
     """

@@ -26,7 +26,11 @@ class SketchedBasis:
 
 
 def sketched_basis(x: Tensor, keep: int, generator: torch.Generator, extra: int = 20, power: int = 2) -> SketchedBasis:
-    """Return the leading `keep` directions of x (n, d), centred over rows, from a sketch of keep + extra columns."""
+    """Return the leading `keep` directions of x (n, d), centred over rows, from a random sketch.
+
+    The sketch has keep + `extra` columns, drawn with the generator, and takes `power` power steps. The result carries a
+    bound on its error.
+    """
     x = x.to(torch.float64)
     x = x - x.mean(0)
     size = min(keep + extra, *x.shape)

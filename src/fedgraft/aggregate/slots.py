@@ -23,7 +23,7 @@ from fedgraft.core.state import EVERYONE, Federation, ServerState
 
 @dataclass(frozen=True)
 class Answers:
-    """The accepted responses of one round, decoded, in client order."""
+    """The accepted responses of one round, decoded, in client order; `server.collect.read_answers` makes it."""
 
     clients: tuple[int, ...]
     examples: Tensor
@@ -31,7 +31,9 @@ class Answers:
     updates: Sequence[Tensor]
     """m vectors over the edit space."""
     scalars: Sequence[Mapping[str, float]] = ()
+    """Named numbers that each client reports."""
     evidence: Sequence[Mapping[str, Tensor]] = ()
+    """Named tensors that each client reports of itself, such as representations."""
     active: Sequence[Tensor] = ()
     """With partly active spaces: which coordinates each client could change, bool (k,)."""
     start: Tensor | None = None
@@ -142,7 +144,7 @@ class Step:
         return replace(self.state, round=self.state.round + 1, vector=vector, rule=rule)
 
     def info(self, answers: Answers, weights: Tensor) -> RoundInfo:
-        """Return the information about the round that the server rule reads besides the mean update."""
+        """Return what the server rule reads besides the mean update: summed auxiliary vectors and mean scalars."""
         share = weights / weights.sum()
         sums: dict[str, Tensor] = {}
         if answers.sums:
@@ -201,7 +203,10 @@ class Aggregator:
         return {}
 
     def advance(self, step: Step, answers: Answers, weights: Tensor) -> Advanced:
-        """Combine the updates and take the step of the server rule."""
+        """Return the state after combining the updates and taking the step of the server rule.
+
+        Coordinates that no client could train in this round keep their value.
+        """
         update = self.update(answers, weights)
         new_state = step.server_step(update, step.info(answers, weights))
         if EVERYONE in step.state.active:  # inactive coordinates do not move, whatever momentum the server rule has
@@ -265,13 +270,18 @@ class Mixing:
         return {"common": state.vector}
 
     def advance(self, step: Step, answers: Answers, weights: Tensor) -> Advanced:
-        """Replace the model of each responding client by its row's mixture of all of them."""
+        """Return the state in which the model of each responding client is its row's mixture of all their models.
+
+        The common vector (`anchor`) becomes their weighted mean. Personal models are written to the store where the
+        state has one.
+        """
         state = step.state
         matrix = mixing_matrix(self.similarity(answers), answers.examples)
         anchor = state.vector
         models = [state.model_of(k) for k in answers.clients]
 
         def offsets(piece: slice) -> Tensor:  # (m, piece): computed piece by piece, because all of them may be large
+            """Return the clients' new models minus the anchor, (m, piece), for a piece of the coordinates."""
             rows = torch.empty(len(models), piece.stop - piece.start)
             for row, model, update in zip(rows, models, answers.updates, strict=True):
                 torch.sub(model[piece], anchor[piece], out=row).add_(update[piece])

@@ -238,7 +238,7 @@ EXACT_CODEC = "compression.codec='values'"
 
 
 def parts_of(algorithm: Algorithm) -> list[NamedPart]:
-    """Return the parts of the algorithm with what they require and provide."""
+    """Return the parts of the algorithm by slot, each with what it requires and provides."""
     local = algorithm.local
     parts = [
         NamedPart("algorithm", algorithm.name, algorithm.own_requirements, NOTHING),

@@ -52,7 +52,18 @@ def _mixed(
     self_weight: float | None,
     aside: float,
 ) -> Algorithm:
-    """Return the algorithm with one model per client, mixed by this similarity."""
+    """Return the algorithm with one model per client, mixed by this similarity.
+
+    Args:
+        similarity: a name of `SIMILARITIES`, or "learned": the weight of each client's own model is learned.
+        constant: the similarity of any two clients under "constant".
+        samples: images whose representations a client reports.
+        absent: "keep": clients outside the cohort keep their model.
+        probe: images that all clients share, where representations of one probe are compared.
+        noise: standard deviation of the noise on reported representations.
+        self_weight: under "learned", a fixed weight of the own model; None: learned.
+        aside: under "learned", share of the images on which it is learned.
+    """
     absent_keep = absent == "keep"
     if similarity == "learned":
         mixing = _self_weighted_mixing(self_weight, aside, absent_keep)
@@ -72,6 +83,7 @@ def _mixed(
     evidence, observation = _mixing_evidence(similarity, samples, probe, noise)
 
     def matrix(answers: Answers) -> Tensor:
+        """Return the similarity matrix (m, m) of the clients' reports."""
         if observation is None:
             representations = [torch.zeros(1)] * len(answers.clients)
         else:
@@ -104,6 +116,7 @@ def _self_weighted_mixing(fixed: float | None, aside: float, absent_keep: bool) 
     """Return the mixing by self-weights: `fixed` for all clients, or learned by each client on rows set aside."""
 
     def matrix(answers: Answers) -> Tensor:
+        """Return the similarity matrix (m, m) that gives each client its reported self-weight."""
         if fixed is not None:
             weights = [fixed] * len(answers.clients)
         else:

@@ -69,6 +69,7 @@ def fedalign(
     names = tuple(f"alignment:{layer}" for layer in layers)
 
     def scores(answers: Answers) -> Tensor:
+        """Return the clients' alignment scores, (m, layers)."""
         rows = []
         for scalars in answers.scalars:
             rows.append([scalars[name] for name in names])
@@ -78,6 +79,7 @@ def fedalign(
         return alignment_weights(answers.examples, scores, gamma, null, cap).weights
 
     def weights(answers: Answers) -> Tensor:
+        """Return the clients' weights (m,) from their examples and alignment scores."""
         aligned = weigh(answers, scores(answers))
         if align != "random":
             return aligned

@@ -62,6 +62,7 @@ def install_signal_handlers() -> None:
         raise KeyboardInterrupt
 
     def discard_output(*_: object) -> None:
+        """Send further output nowhere, because the terminal is gone."""
         null = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(null, stream)

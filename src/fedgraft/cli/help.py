@@ -131,7 +131,7 @@ class Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def _suggestion(self, ctx: click.Context, name: str) -> str:
-        """Return the hint for a command that does not exist."""
+        """Return the hint for an unknown command: what to use instead, the nearest one, or how to list them."""
         if ctx.parent is None and name in ALTERNATIVES:
             return ALTERNATIVES[name]
         near = difflib.get_close_matches(name, self.list_commands(ctx), 1)

@@ -38,9 +38,10 @@ class RunPhase(StrEnum):
 
 @dataclass(frozen=True)
 class SumScope:
-    """What server and client both know of a sum, and from which each derives its layout."""
+    """What server and client both know of a secure sum; each derives the sum's layout (`Action.layout`) from it."""
 
     settings: Mapping[str, Scalar]
+    """The settings of the request."""
     network: Network | None = None
     algorithm: Algorithm | None = None
     length: int = 0
@@ -73,7 +74,10 @@ def _nothing_further(request: Request, algorithm: Algorithm, context: ClientCont
 
 @dataclass(frozen=True)
 class Action:
-    """A named request with its fields, its work, its protection and its label."""
+    """One kind of request that a server may send: its fields, the client's work, its layout as a secure sum, its label.
+
+    The files of `client/actions/` make the instances; clients and servers read them and never change them.
+    """
 
     name: str
     phase: RunPhase
@@ -99,7 +103,7 @@ class Action:
     summed: Summed | None = None
     """What the client adds to the secure sum, and its new memory."""
     implausible: Callable[[Response], str] = _nothing_implausible
-    """Say what cannot be true of an answer in the clear; empty: nothing."""
+    """Return a sentence on what cannot be true of a response in the clear, or "" for a plausible one."""
 
     # What a policy needs to know.
     shown_alone: bool = False
@@ -126,11 +130,21 @@ def sum_action(
     validate: Callable[[Request, Algorithm, ClientContext], None] = _nothing_further,
     implausible: Callable[[Response], str] = _nothing_implausible,
 ) -> Action:
-    """Return an action whose answer is `compute`'s named sums, in the clear or inside a secure sum."""
+    """Return an action whose response is `compute`'s named sums, in the clear or inside a secure sum.
+
+    Args:
+        name: the action's name in requests.
+        compute: the client's work: returns the named tensors that the server adds up over the clients. It changes no
+            client memory.
+        summands: returns shape, dtype and range of each of those tensors, from the network and the request's settings.
+
+    The other arguments are the fields of `Action` of the same name.
+    """
 
     def work(
         request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
     ) -> tuple[Response, ClientMemory]:
+        """Return the response with the sums in the clear, and the client's memory as it was."""
         response = replace(empty_response(request, context), sums=compute(request, context))
         return response, memory
 

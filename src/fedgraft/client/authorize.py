@@ -19,7 +19,11 @@ from fedgraft.privacy.secagg.client import as_tensor
 
 
 def authorize(request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> ClientMemory:
-    """Refuse the request, or return the memory with the request in its ledger. No value of the data is looked at."""
+    """Refuse the request, or return the client's memory with the request counted in its ledger.
+
+    The ledger (requests a day) is kept only where a policy limits them. Raises `Refused`; no image or label is looked
+    at, only how many there are.
+    """
     policies = policies_in_force(algorithm, context)
     action = ACTIONS.get(request.action)
     for policy in policies:
@@ -36,7 +40,7 @@ def authorize(request: Request, algorithm: Algorithm, context: ClientContext, me
 
 
 def policies_in_force(algorithm: Algorithm, context: ClientContext) -> tuple[Policy, ...]:
-    """Return the policies of the context, or the one that the algorithm implies where there are none."""
+    """Return the policies of the context, or the one that the algorithm implies where the context has none."""
     return context.policies or (implied_policy(algorithm),)
 
 
@@ -78,9 +82,10 @@ def _model_size(action: Action, context: ClientContext) -> int:
 
 
 def forbid_extra_fields(request: Request, action: Action, context: ClientContext) -> None:
-    """Refuse a secure sum outside the rounds that carries more than its action reads.
+    """Refuse a stage of a secure sum outside the rounds that carries a field that its action does not read.
 
-    A word that changes nothing would make the same sum another one, to be had a second time over other clients.
+    A field without effect would give the same sum another digest, so that a server could have it twice over different
+    clients and learn from the difference.
     """
     at_work = request.action == "secure.masked"
     expected_tensors: set[str] = set()

@@ -19,7 +19,10 @@ from fedgraft.local.features import feature_batches as look_through
 
 @dataclass
 class ClientContext:
-    """One network for all clients of this machine, the edit space that they share, and the data by client."""
+    """What all clients of one machine work with: one network, the edit space that they share, and the data by client.
+
+    `runs/open_run.py` makes it. Requests are carried out one after another on the same network.
+    """
 
     network: Network
     space: EditSpace
@@ -28,6 +31,7 @@ class ClientContext:
     """A client's training rows."""
     seed: int
     tests: Examples | None = None
+    """The examples that `test_rows` are rows of."""
     test_rows: Callable[[int], Tensor] | None = None
     """A client's own test rows, for personal evaluation."""
     private: EditSpace | None = None
@@ -39,11 +43,11 @@ class ClientContext:
     reference: tuple[object, list[Tensor]] | None = None
     """Bases of the round's starting model on the probe, kept because every client of a round needs the same."""
     origin: Tensor | None = None
-    """The shared part as the run began with it, for orders that carry only what has moved since."""
+    """The shared part as the run began with it, for requests that carry only the coordinates that moved since."""
     sends_buffers: bool = True
     """Whether the tail of the vector (batch-norm statistics) is part of an update; base weights under LoRA are not."""
     held: Callable[[int], Tensor] | None = None
-    """Rows of `examples` that a client trains on never: those it measures the common model on."""
+    """A client's validation rows of `examples`: it never trains on them and measures the common model there."""
     policies: tuple[Policy, ...] = ()
     """Rules that every request must keep; none: those that the algorithm implies."""
     replays: bool = False
@@ -51,11 +55,13 @@ class ClientContext:
     run_fingerprint: str = ""
     """Identity of what this machine was told of the run besides requests; all clients of a secure sum share it."""
     noise_key: bytes = b""
-    """A secret of this machine from which noise on shown representations comes; none: from the seed, repeatable."""
+    """This machine's secret for the noise on representations that clients send; empty: noise comes from the seed."""
     class_counts: Tensor | None = None
     """Training images of each class over all clients, where the loss or the sampling asks for them."""
     _bound: dict[str, Bound] = field(default_factory=dict)
+    """The latest binding of the network, by the digest of its space; at most one."""
     _active: str = ""
+    """The digest of that space; empty: the network is not bound."""
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the binding out for a spawned worker: it binds its own copy of the network."""
@@ -63,11 +69,11 @@ class ClientContext:
 
     @property
     def sent(self) -> int:
-        """Coordinates of an update."""
+        """Number of coordinates of an update: the trained ones, and the buffers where updates carry them."""
         return self.space.size if self.sends_buffers else self.space.trained
 
     def release(self) -> None:
-        """Drop the binding, because the network is about to be written from outside."""
+        """Forget the cached binding, because the network is about to be written from outside."""
         self._bound = {}
         self._active = ""
 
@@ -79,7 +85,10 @@ class ClientContext:
         return self._bound[space.digest]
 
     def load_model(self, vector: Tensor, own_part: Tensor | None = None) -> None:
-        """Write a model into the network; the private part starts where all clients start unless one is given."""
+        """Write a model into the network: `vector` into the shared edit space, and the private part where there is one.
+
+        `own_part` are the client's private values; None: the values with which every client started.
+        """
         self.release()
         if self.private is not None and self.private_start is not None:
             private_values = self.private_start if own_part is None else own_part
@@ -88,7 +97,11 @@ class ClientContext:
 
 
 def shared_and_private(algorithm: Algorithm, network: Network, space: EditSpace) -> tuple[EditSpace, EditSpace | None]:
-    """Split the opened space into what clients share and what each keeps to itself (None: nothing)."""
+    """Split the trained edit space into what clients share and what each keeps to itself (None: nothing).
+
+    With `client_state.within` the private coordinates are those of `space` only; otherwise they are all of the network
+    that the algorithm calls private, trained by the common space or not.
+    """
     is_private = algorithm.client_state.private
     if is_private is None:
         return space, None
@@ -124,7 +137,12 @@ def empty_response(request: Request, context: ClientContext) -> Response:
 
 
 def with_full_model(request: Request, context: ClientContext) -> Request:
-    """Return a request that carries only moved coordinates with the whole model: the rest is as the run began."""
+    """Return the request with the whole model where it carries only the coordinates that moved since the run began.
+
+    Such a request has the tensors `moved/indices` and `moved/values`; the other coordinates are those of
+    `context.origin`. Any other request is returned as it is. Raises `Refused` for indices or values that do not fit the
+    model.
+    """
     if "moved/indices" not in request.auxiliary:
         return request
     indices = request.auxiliary["moved/indices"].long().view(-1)
@@ -140,7 +158,7 @@ def with_full_model(request: Request, context: ClientContext) -> Request:
 
 
 def model_vector(request: Request) -> Tensor:
-    """Return the model that the request carries."""
+    """Return the model that the request carries as a flat vector; raise `Refused` if it carries none."""
     if request.vector is None:
         raise Refused(
             f"client {request.client}, round {request.round}: the request carries no model",
@@ -151,7 +169,7 @@ def model_vector(request: Request) -> Tensor:
 
 
 def pooled_batches(context: ClientContext, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return pooled features and labels of these rows, in batches."""
+    """Return (pooled features (B, width), labels (B,)) of these rows of the context's examples, in batches."""
     batches = []
     for batch_rows, pooled in look_through(context.network, context.examples, rows):
         batches.append((pooled, context.examples.labels[batch_rows]))

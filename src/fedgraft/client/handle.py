@@ -25,7 +25,11 @@ log = logging.getLogger("fedgraft")
 def handle(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response, ClientMemory]:
-    """Carry out one request. Pure in (request, data, memory): the same input gives the same bytes anywhere."""
+    """Carry out one request and return the response and the client's new memory; raise `Refused` for a forbidden one.
+
+    The same request, data and memory give the same bytes anywhere. The context's network is a workspace: its weights
+    may be changed.
+    """
     action = ACTIONS.get(request.action)
     if action is None and not is_secure_stage(request):
         known = ", ".join(sorted(ACTIONS))
@@ -46,7 +50,10 @@ def handle(
 def handle_or_refuse(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response | str, ClientMemory]:
-    """`handle` for engines: a refused request is answered with the sentence that names the rule and nothing else."""
+    """Carry out one request for an engine; return the response, or the public reason of a refusal, and the new memory.
+
+    The reason names the broken rule and says nothing of the data. A refusal is logged.
+    """
     try:
         return handle(request, algorithm, context, memory)
     except Refused as refusal:

@@ -1,4 +1,8 @@
-"""Observations that a client reports beside an update: alignment, representations, labels, curvature, self-weight."""
+"""Observations that a client reports beside an update: alignment, representations, labels, curvature, self-weight.
+
+Each function of `OBSERVATIONS` takes the `Observe` that names the observation with its options, the training request
+and the context, whose network holds the trained model. It returns named scalars and named tensors for the response.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from fedgraft.privacy.dp import bound_key, gaussian_noise, simulation_key
 def _representation(
     wanted: Observe, request: Request, context: ClientContext
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return pooled features of n of the client's own examples, after training."""
+    """Return the pooled features of `samples` of the client's own images under the trained model, (samples, width)."""
     rows = context.rows(request.client)
     stream = torch_stream(context.seed, "representation", request.round, request.client)
     samples = int(wanted.options["samples"])
@@ -36,9 +40,10 @@ def _representation(
 
 
 def _with_noise(pooled: Tensor, wanted: Observe, request: Request, context: ClientContext) -> Tensor:
-    """Return rows of length one with Gaussian noise of the requested size in every entry; unchanged without noise.
+    """Return the rows scaled to length one, with Gaussian noise of the option `noise` in every entry.
 
-    A repeated request for the same rows gets the same answer, not a second sample of the noise.
+    Without the option they are unchanged. A repeated request for the same rows gets the same noise, so averaging
+    repeated responses reveals nothing more.
     """
     noise = float(wanted.options.get("noise", 0.0))
     if noise == 0:
@@ -50,7 +55,7 @@ def _with_noise(pooled: Tensor, wanted: Observe, request: Request, context: Clie
 
 
 def _probe(context: ClientContext) -> Examples:
-    """Return the probe, or raise where the run has none."""
+    """Return the probe images, which all clients share; raise where the run has none."""
     if context.probe is None:
         raise FedgraftError(
             "E-CLIENT-NO-PROBE",
@@ -61,7 +66,11 @@ def _probe(context: ClientContext) -> Examples:
 
 
 def _alignment(wanted: Observe, request: Request, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return the SVCCA of each layer after training with the same layer of the round's starting model, as scalars."""
+    """Return the SVCCA of each layer after training with the same layer of the round's starting model, as scalars.
+
+    The starting model's bases are cached in `context.reference` for the other clients of the round; the network's
+    weights are put back.
+    """
     layers = wanted.options["layers"]
     keep = int(wanted.options["keep"])
     top = int(wanted.options["top"])
@@ -83,7 +92,7 @@ def _alignment(wanted: Observe, request: Request, context: ClientContext) -> tup
 def _probe_representation(
     wanted: Observe, request: Request, context: ClientContext
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return pooled features of the shared probe, after training."""
+    """Return the pooled features of the probe images under the trained model, (probe images, width)."""
     probe = _probe(context)
     batches = feature_batches(context.network, probe, torch.arange(len(probe)), size=256)
     pooled = torch.cat([batch for _, batch in batches])
@@ -91,7 +100,7 @@ def _probe_representation(
 
 
 def _fisher(wanted: Observe, request: Request, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return the mean squared gradient of single images at the trained model, by trained coordinate."""
+    """Return the diagonal Fisher of the trained model: the mean squared gradient of `samples` random images."""
     rows = context.rows(request.client)
     bound = context.bind(context.space)
     stream = torch_stream(context.seed, "fisher_merge", request.round, request.client)
@@ -114,7 +123,11 @@ def squared_gradients(network: Network, bound: Bound, examples: Examples, rows: 
 def _self_weight(
     wanted: Observe, request: Request, context: ClientContext
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return the weight of this client's own model when it is mixed with the others' mean."""
+    """Return the weight of this client's own model when it is mixed with the mean of all models.
+
+    The mean is the request's tensor `common`. The weight is learned on the rows that training left aside, and the
+    network's weights are overwritten.
+    """
     common = request.auxiliary.get("common")
     if common is None:
         raise Refused("the request lacks the mean of all models, with which a self-weight is learned", "request")
@@ -132,7 +145,7 @@ def _self_weight(
 
 
 def _labels(wanted: Observe, request: Request, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return the client's label histogram: an oracle that a private federation would not reveal."""
+    """Return the client's label histogram, (classes,): for experiments; a private federation would not reveal it."""
     labels = context.examples.labels[context.rows(request.client)]
     return {}, {"labels": torch.bincount(labels, minlength=context.network.classes).float()}
 

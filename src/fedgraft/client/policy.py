@@ -78,7 +78,11 @@ class Policy:
     # ---- one request -----------------------------------------------------------------------------------------------
 
     def check(self, request: Request, algorithm: Algorithm) -> None:
-        """Refuse a request that breaks a rule; nothing has been computed yet."""
+        """Raise `Refused` with the name of the rule for a request that breaks one; nothing has been computed yet.
+
+        Checked are its action, the run's protection and fingerprint, the ranges of its settings, its round and its
+        number of heads.
+        """
         self.check_action(request)
         self.check_protection(algorithm)
         if not self.agrees(request.run):  # the whole fingerprint was checked when the config came
@@ -92,7 +96,10 @@ class Policy:
             raise Refused(f"a count may compare at most {self.heads} heads", "heads")
 
     def _check_number(self, request: Request) -> None:
-        """Refuse a round or a sum beyond the allowed number."""
+        """Refuse a training round beyond `rounds`, or a secure sum beyond `sums`.
+
+        `request.round` numbers both from 0.
+        """
         number = request.round
         if not -1 <= number < 2**31:
             raise Refused(f"there is no round {number}", "rounds", round=number)
@@ -104,7 +111,10 @@ class Policy:
             raise Refused(f"{number + 1} sums of {name} are asked for, not {self.sums}", "sums", action=name)
 
     def agrees(self, run: str) -> bool:
-        """Return whether the owner agreed to a config of this fingerprint; requests carry its first 16 digits."""
+        """Return whether the owner agreed to a config of this fingerprint, or to any (an empty `config`).
+
+        `run` is a whole fingerprint or its first 16 digits, which requests carry.
+        """
         fingerprints = self.config.split()
         if not fingerprints:
             return True
@@ -112,7 +122,7 @@ class Policy:
         return run in fingerprints or run in digests
 
     def check_images(self, images: int) -> None:
-        """Refuse numbers about so few images that they are about single ones."""
+        """Refuse an answer about fewer images than `least_images`: it would be about single ones."""
         if self.least_images and images < self.least_images:
             raise Refused(f"it would be about fewer than {self.least_images} images", "least_images")
 
@@ -142,7 +152,7 @@ class Policy:
                 raise Refused(f"the noise is {multiplier:g}, and at least {self.noise:g} is required", "noise")
 
     def _check_range(self, name: str, value: float) -> None:
-        """Refuse a number outside the range that holds for everybody, or outside the owner's."""
+        """Refuse a setting that is NaN, outside its range in `SANE`, or outside the owner's range of that name."""
         owner_name = "lr" if name == "finetune_lr" else name
         for allowed in (SANE.get(name), self.ranges.get(owner_name)):
             if allowed is None:
@@ -179,7 +189,14 @@ def today() -> str:
 
 
 def count_request(policy: Policy, request: Request, ledger: bytes, day: Callable[[], str] = today) -> bytes:
-    """Return the ledger with this request in it; refuse one too many. Days before the present one stay as totals."""
+    """Return the ledger with this request counted on the present day; raise `Refused` beyond the policy's number a day.
+
+    Args:
+        ledger: JSON bytes, {day: {"rounds": n, "queries": n}}; empty at first. Earlier days stay in it.
+        day: returns today's date; a day later than it in the ledger is taken instead.
+
+    Only the first stage of a secure sum counts. Without a limit the ledger is returned as it is.
+    """
     if is_secure_stage(request) and request.action != "secure.keys":
         return ledger  # the sum was counted when it began
     if requested_name(request) == "train":
@@ -219,7 +236,10 @@ def parse(text: str, where: str = "policy.toml") -> Policy:
 
 
 def from_table(table: Mapping[str, Any], where: str) -> Policy:
-    """Return the policy in a table; refuse unknown rules and wrong types, because an unread rule protects nobody."""
+    """Return the policy in a parsed TOML table; `where` names the file in errors.
+
+    Unknown rules and wrong types are refused, because an unread rule protects nobody.
+    """
     defaults = {rule.name: rule.default for rule in fields(Policy)}
     unknown = sorted(set(table) - set(defaults))
     if unknown:
@@ -246,7 +266,10 @@ def from_table(table: Mapping[str, Any], where: str) -> Policy:
 
 
 def _read_value(name: str, default: object, value: Any) -> Any:
-    """Return the value of a rule as the policy holds it; raise TypeError or ValueError for another type."""
+    """Return the TOML value of the rule `name` as `Policy` holds it; raise TypeError or ValueError for another type.
+
+    `default` is the rule's default, from which the type follows.
+    """
     if name == "ranges":
         return {key: (float(low), float(high)) for key, (low, high) in dict(value).items()}
     if isinstance(default, tuple):
@@ -269,7 +292,7 @@ _MEANINGS = {rule.name: str(rule.metadata["says"]) for rule in fields(Policy)}
 
 
 def policy_toml(policy: Policy, explain: bool = True) -> str:
-    """Return the policy as TOML, each rule under the sentence that explains it."""
+    """Return the rules that differ from their defaults as TOML; with `explain` each has a comment with its meaning."""
     lines = []
     for rule in fields(Policy):
         value = getattr(policy, rule.name)
@@ -289,7 +312,7 @@ def policy_toml(policy: Policy, explain: bool = True) -> str:
 
 
 def in_words(policy: Policy) -> list[str]:
-    """Return the rules as sentences, including defaults that restrict something."""
+    """Return the rules as "name = value (meaning)", one each, including defaults that restrict something."""
     sentences = []
     for name, meaning in _MEANINGS.items():
         value = getattr(policy, name)

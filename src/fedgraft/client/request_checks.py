@@ -29,7 +29,10 @@ def requested_name(request: Request) -> str:
 
 
 def require_settings(request: Request, declared: Mapping[str, type]) -> None:
-    """Refuse a request that lacks one of these settings or has it with another type."""
+    """Refuse a request that lacks one of the declared settings or has it with another type.
+
+    A setting declared as a number may be an int or a float, but neither a bool nor NaN.
+    """
     for name, expected_type in declared.items():
         value = request.settings.get(name)
         if expected_type is str:

@@ -34,7 +34,13 @@ log = logging.getLogger("fedgraft")
 def secure_stage(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response, ClientMemory]:
-    """Answer one stage of the secure sum. The work is done when it is time to mask."""
+    """Answer one stage of a secure sum: return the response and the client's new memory.
+
+    At the stage "masked" the client carries out the action that is summed and sends the result masked. The state of the
+    protocol lies in the memory under `secure/<sum>/<round>/`; it is dropped at the last stage, or with
+    `context.replays` when later sums begin. A refusal carries the new memory too, so that the client stays out of this
+    sum.
+    """
     stage = request.action.partition(".")[2]
     slot = f"{SECURE}{request.settings['sums']}/{request.round}/"
     new_memory = dict(memory)
@@ -50,7 +56,7 @@ def secure_stage(
                 data[key.removeprefix("data:")] = tensor
 
         def masked_words() -> np.ndarray:
-            """Do the work that is summed and return it as words of the ring."""
+            """Carry out the action that is summed and return its result as words of the ring; update `new_memory`."""
             if request_digest(request) != secure_client.plan.binds:
                 raise SecureRefusal("the request is not the one that the plan of the secure sum binds", "binding")
             action = action_named(str(request.settings["sums"]))
@@ -82,9 +88,10 @@ def secure_stage(
 
 
 def _is_outdated(name: str, slot: str, replays: bool) -> bool:
-    """Return whether what a sum left can go when the sum of this slot begins.
+    """Return whether the memory entry `name` of an earlier secure sum can be dropped when the sum of `slot` begins.
 
-    A resumed server may ask again for all sums before the first round, and for the latest round.
+    `slot` is the prefix of the new sum's entries. With `replays` a resumed server may ask again for the latest training
+    round, and for the sums before the first round; the latter go when training begins.
     """
     if not name.startswith(SECURE) or name.startswith(slot):
         return False
@@ -95,7 +102,11 @@ def _is_outdated(name: str, slot: str, replays: bool) -> bool:
 def _client_at_stage(
     stage: str, slot: str, request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> SecureClient:
-    """Return this client's side of the protocol as it stands at the beginning of a stage."""
+    """Return this client's `SecureClient` as it stands at the beginning of a stage.
+
+    At the stage "keys" it is made from the plan in the request, which is checked first; later it is resumed from the
+    memory entries under the prefix `slot`. A client without a key pair of its own gets one.
+    """
     if "identity" in memory:
         identity = Identity.from_bytes(as_bytes(memory["identity"]))
     else:
@@ -123,7 +134,10 @@ def _client_at_stage(
 
 
 def _with_cut_flag(ring: Ring, values: Mapping[str, Tensor], request: Request) -> dict[str, Tensor]:
-    """Return the values with a flag for the sum that says whether the ring cuts some of them; warn if it does."""
+    """Return the values with a flag (1 or 0) that says whether the ring clips some of them; warn if it does.
+
+    The flag is added only where the sum has a segment for it.
+    """
     cut_segments = ring.cut(values)
     if cut_segments:
         log.warning(
@@ -139,7 +153,10 @@ def _with_cut_flag(ring: Ring, values: Mapping[str, Tensor], request: Request) -
 
 
 def check_plan(plan: Plan, request: Request, algorithm: Algorithm, context: ClientContext) -> None:
-    """Refuse a plan that is not the one of this client's own request, or that hides too little."""
+    """Refuse a plan whose run, round, segments or capacity differ from what this client derives from the request.
+
+    Also refuse one that a policy in force finds too weak. Raises `SecureRefusal` or `Refused`.
+    """
     action = action_named(str(request.settings["sums"]))
     assert action.layout is not None
     scope = SumScope(request.settings, context.network, algorithm, context.sent, context.space.trained)

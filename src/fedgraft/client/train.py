@@ -38,7 +38,11 @@ class LocalOutcome:
 
 
 def train_locally(request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> LocalOutcome:
-    """Train from the request's model, make the observations that were asked for, and return the update."""
+    """Train from the request's model, make the observations that the algorithm wants, and return the update with them.
+
+    The client's new memory is part of the outcome; `memory` is not changed. The context's network is left with trained
+    weights.
+    """
     request, cluster_choice = choose_cluster_model(request, algorithm, context)
     start = model_vector(request)
     new_memory = dict(memory)
@@ -73,7 +77,11 @@ def _train_shared_part(
     memory: ClientMemory,
     new_memory: dict[str, Tensor],
 ) -> tuple[Tensor, Trained]:
-    """Train the whole edit space from the common model, or from a blend with the client's last one (FedALA)."""
+    """Return the update of the whole edit space and the training's outcome.
+
+    Training starts from the common model, or with FedALA from a blend with the client's last one. `new_memory` is
+    changed in place: FedALA stores its weights `keep` and the trained model in it.
+    """
     start = model_vector(request)
     adaptive_start = algorithm.client_state.start
     bound = context.bind(context.space)
@@ -82,7 +90,7 @@ def _train_shared_part(
         new_memory |= _learn_adaptive_start(request, adaptive_start, context, bound, memory)
         bound.load(adaptive_start.blend(start, new_memory))
     trained = _fit(request, algorithm, context, bound, memory, "train")
-    update = (bound.values.cpu() - start)[: context.sent]
+    update = (bound.values.cpu() - start)[: context.sent]  # without the buffers, where updates do not carry them
     if adaptive_start is not None:
         new_memory["previous_model"] = bound.values.clone().cpu()
     return update, trained
@@ -91,7 +99,11 @@ def _train_shared_part(
 def _fit(
     request: Request, algorithm: Algorithm, context: ClientContext, bound: Bound, memory: ClientMemory, purpose: str
 ) -> Trained:
-    """Train what is bound on this client's rows, with generators that belong to (purpose, round, client)."""
+    """Train the bound coordinates in place on this client's training rows; return loss, steps and what training left.
+
+    `purpose` ("train", "private", "personal", "finetune") names the random streams, with round and client. The learning
+    rate is the request's.
+    """
     place = (purpose, request.round, request.client)
     learning_rate = float(request.settings["lr"])
     local = algorithm.local.of(request.client)
@@ -132,10 +144,10 @@ def _optimizer_state(algorithm: Algorithm, memory: ClientMemory) -> dict[str, Te
 def choose_cluster_model(
     request: Request, algorithm: Algorithm, context: ClientContext
 ) -> tuple[Request, dict[str, float]]:
-    """Return the request with the common model of least loss on this client's images, and which one it is.
+    """Return the request with the cluster model of least loss on this client's images, and {"cluster": its number}.
 
-    Where there is one common model, the request comes back as it is. While all models are still equal, the choice is
-    drawn: clusters have to begin somewhere.
+    Without clusters the request is returned as it is, with {}. Before the first round the models are equal and the
+    request carries none; the number is drawn at random then, because clusters have to begin somewhere.
     """
     if not isinstance(algorithm.aggregate, Clusters):
         return request, {}
@@ -160,7 +172,10 @@ def choose_cluster_model(
 def _learn_adaptive_start(
     request: Request, rule: AdaptiveStart, context: ClientContext, bound: Bound, memory: ClientMemory
 ) -> dict[str, Tensor]:
-    """FedALA: learn how much of its last model this client keeps by coordinate; nothing in its first round."""
+    """FedALA: return {"keep": by coordinate how much of its last model this client keeps}; {} in its first round.
+
+    Only the last `rule.blocks` blocks and the head are learned. `bound` holds the common model.
+    """
     if "previous_model" not in memory:
         return {}
     network = context.network
@@ -176,7 +191,7 @@ def _learn_adaptive_start(
 def _train_active_coordinates(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Tensor, Trained]:
-    """Train only the coordinates that the request marks as active; the update covers just these."""
+    """Train only the coordinates marked in the request's bit mask `active`; return their update and the outcome."""
     active = unpack_bits(request.auxiliary["active"], context.space.trained)
     context.release()
     context.space.scatter(model_vector(request), context.network)
@@ -189,7 +204,11 @@ def _train_active_coordinates(
 def _train_with_private_part(
     request: Request, algorithm: Algorithm, context: ClientContext, new_memory: dict[str, Tensor]
 ) -> tuple[Tensor, Trained]:
-    """Train the shared and the private part together (FedPer), or the private part first (FedRep)."""
+    """Train the shared and the private part together (FedPer), or the private part first (FedRep).
+
+    Return the values of the shared part after training, not their change, and the outcome. The private values are
+    stored in `new_memory["private"]`, in place.
+    """
     assert context.private is not None
     context.space.scatter(model_vector(request), context.network)
     private_values = new_memory.get("private", context.private_start)
@@ -216,7 +235,7 @@ def _train_with_private_part(
 
 
 def _train_second_model(request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Tensor:
-    """Ditto: train a second model of the client's own, pulled towards the common one with strength λ."""
+    """Ditto: return the client's personal model after training it with a pull towards the common one."""
     common = model_vector(request)
     bound = context.bind(context.space)
     bound.load(memory.get("personal", common))
@@ -227,7 +246,7 @@ def _train_second_model(request: Request, algorithm: Algorithm, context: ClientC
 
 
 def proximal_to(anchor: Tensor, pull: float) -> Correction:
-    """Return the proximal correction with a given anchor instead of the starting point."""
+    """Return the proximal correction that pulls towards `anchor` (trained,) instead of the starting point."""
     correction = proximal(pull)
     return replace(correction, prepare=lambda start, auxiliary, memory: {"start": anchor})
 
@@ -235,7 +254,11 @@ def proximal_to(anchor: Tensor, pull: float) -> Correction:
 def evaluate_finetuned(
     request: Request, algorithm: Algorithm, context: ClientContext, rows: Tensor
 ) -> tuple[Evaluation, dict[str, Tensor]]:
-    """Fine-tune the present model on the client's data, measure it, and put every weight back bit for bit."""
+    """Fine-tune the network's present weights on the client's training data and measure them on its test images.
+
+    Return the evaluation and the sums of `metrics.scores`. `rows` are the client's test rows; epochs, rate, batch size
+    and part (head, body or both) are settings of the request. Every weight is put back bit for bit.
+    """
     network = context.network
     is_finetuned = {
         "head": lambda name: network.block_of(name) > network.depth,
@@ -244,7 +267,7 @@ def evaluate_finetuned(
     }
     part = str(request.settings.get("finetune_part", "both"))
     space = select(network, is_finetuned[part])
-    saved = space.gather(network)
+    values_before = space.gather(network)
     bound = context.bind(space)
     epochs = int(request.settings["finetune_epochs"])
     batch_size = int(request.settings.get("finetune_batch", 50))
@@ -254,5 +277,5 @@ def evaluate_finetuned(
     _fit(request, finetuning, context, bound, {}, "finetune")
     assert context.tests is not None
     measured = evaluate_with_sums(network, context.tests, rows, scores=bool(request.settings.get("scores")))
-    space.scatter(saved, network)
+    space.scatter(values_before, network)
     return measured

@@ -47,7 +47,7 @@ def clear_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
 def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     """Return every action that a run of this config requests; counts only where images are held out.
 
-    A head that is computed from sums is scored by counts, also where the model is measured by hidden sums later on.
+    A head that is computed from sums is scored by counts, also where the model is measured by secure sums later on.
     """
     holds_out = config.data.validation > 0
     measures = holds_out and (config.rounds.evaluate_every > 0 or config.rounds.test)
@@ -150,7 +150,7 @@ def safe_policy(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) 
 
 
 def _number_of_sums(config: Config, algorithm: Algorithm, wanted: Sequence[str]) -> int:
-    """Return how many secure sums of one kind a run requests at most."""
+    """Return how many secure sums of one kind a run requests at most; `wanted` are the actions that it requests."""
     sums = 1
     if "head_gradient" in wanted:
         sums = PROBE_STEPS
@@ -178,7 +178,10 @@ def _smallest_cohort(config: Config, algorithm: Algorithm) -> int:
 
 
 def _ranges(config: Config, algorithm: Algorithm, wanted: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Return the ranges of the numbers in requests: learning rates and clipping bounds."""
+    """Return the ranges of the numbers in requests: learning rates and clipping bounds, by setting.
+
+    `wanted` are the actions that the run requests.
+    """
     factor = config.trainable.match_norm or 1.0
     if config.local.lr is None:
         factor *= OPEN_RATE_FACTOR

@@ -94,7 +94,12 @@ def per_round(config: Config) -> int:
 
 
 def build_federation(config: Config, lr: float, **fields: Any) -> Federation:
-    """Return who takes part and how often; `fields` are those that do not follow from the config alone."""
+    """Return who takes part, how often, and the learning rate over rounds.
+
+    `lr` is the rate that the schedule starts from.
+
+    `fields` are those of `Federation` that do not follow from the config alone.
+    """
     rounds = config.rounds
     from_config: dict[str, Any] = {
         "run": config.digest,
@@ -144,7 +149,7 @@ def build_algorithm(config: Config) -> Algorithm:
 
 
 def build_local(config: Config) -> LocalTraining:
-    """Return how a client trains."""
+    """Return the `LocalTraining` of the config: steps or epochs, batch size, optimizer and the other options."""
     local = config.local
     options = {}
     for name in LocalTraining.__dataclass_fields__:
@@ -182,7 +187,10 @@ def _trainable_of_config(config: Config, algorithm: Algorithm) -> Trainable | No
 
 
 def _refuse_idle_options(config: Config, brings_own: bool) -> None:
-    """Refuse options of a trainable where no kind is chosen that would use them."""
+    """Refuse options of a trainable where no kind is chosen that would use them.
+
+    `brings_own`: the algorithm has a trainable kind of its own.
+    """
     used = {"kind", "match_norm"}
     if brings_own:
         used.add("freeze_blocks")
@@ -348,7 +356,10 @@ def _check_mechanism(config: Config, algorithm: Algorithm) -> None:
 
 
 def budget(config: Config, algorithm: Algorithm, spent: int) -> Budget | None:
-    """Return the privacy budget after so many rounds; without a target it is accounted for, but ends nothing."""
+    """Return the privacy budget after `spent` rounds; None without differential privacy.
+
+    Without a target epsilon the rounds are accounted for, but the budget ends nothing.
+    """
     table = config.privacy.dp
     noise = algorithm.privacy.noise
     if table is None or noise is None:

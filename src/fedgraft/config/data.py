@@ -93,6 +93,7 @@ class PartitionTable(Section):
 
     @model_validator(mode="after")
     def _named_groups(self) -> PartitionTable:
+        """Refuse kind='groups' without groups of labels (pydantic)."""
         if self.kind == "groups" and not self.groups:
             raise ValueError("kind='groups' needs the labels of each group, for example groups=[[0,1,2],[3,4,5]]")
         return self

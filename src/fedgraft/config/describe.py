@@ -77,7 +77,10 @@ COMMON = (
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the table behind an option, if it is one, or may be one."""
+    """Return the table class in an option's annotation, also inside a union such as `Table | None`.
+
+    None if it has none.
+    """
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
@@ -85,7 +88,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list[str]:
-    """Return every option by its full name."""
+    """Return every option of a table (default: of the config) by its full name; `prefix` begins the names."""
     keys: list[str] = []
     table = section or Config
     for name, field in table.model_fields.items():
@@ -117,6 +120,7 @@ def describe_options(common_only: bool = False) -> list[str]:
 
 
 def _described(section: type[BaseModel], prefix: str, common_only: bool) -> list[str]:
+    """Return the lines of a table's options and of the tables inside it; `prefix` begins their keys."""
     lines: list[str] = []
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
@@ -152,7 +156,10 @@ def _options_by_name(section: type[ChoiceSection]) -> dict[str, dict[str, Declar
 
 
 def _lines_of_choice(key: str, owners: dict[str, Declared]) -> list[str]:
-    """Return one line for functions whose option has the same default and meaning, and one more for each other."""
+    """Return the lines of an option that several functions have: one for those with the same default and meaning.
+
+    `key` is the option's full name, `owners` its declaration by function.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for function, option in owners.items():
         groups.setdefault((json.dumps(option.default), option.description), []).append(function)
@@ -165,7 +172,7 @@ def _lines_of_choice(key: str, owners: dict[str, Declared]) -> list[str]:
 
 
 def _choices(annotation: Any) -> str:
-    """Return the words that an option takes, if only some are known."""
+    """Return the words that an option of this annotation takes, as "one of a, b"; "" if it takes others too."""
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
     for inner in get_args(annotation):

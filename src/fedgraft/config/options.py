@@ -163,6 +163,7 @@ class Config(Section):
     @field_validator("select")
     @classmethod
     def _selectable(cls, value: str) -> str:
+        """Refuse a metric that cannot choose the best round (pydantic)."""
         name, _, class_name = value.partition(":")
         selectable = [metric for metric in METRIC_NAMES if metric != "confusion"]
         lacks_class = name in ("sensitivity", "specificity") and not class_name
@@ -175,6 +176,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _features_need_no_backbone(self) -> Config:
+        """Refuse precomputed features with a backbone or with options of images, and the reverse (pydantic)."""
         has_features = self.data.source == "features"
         if has_features != (self.model.name == "features"):
             raise ValueError(

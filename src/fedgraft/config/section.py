@@ -46,6 +46,7 @@ def declared_in(file: str, owner: str, without: tuple[str, ...] = ()) -> Callabl
     """
 
     def add_options(section: type[S]) -> type[S]:
+        """Return the table with the declared options as further fields."""
         fields: dict[str, Any] = {}
         for option in declared_options(file, owner):
             if option.name not in without:
@@ -78,6 +79,10 @@ class ChoiceSection(DerivedSection):
 
     @model_validator(mode="after")
     def _check_options(self) -> ChoiceSection:
+        """Convert the options of the chosen function in place; refuse those that it does not have (pydantic).
+
+        A word that is not known here is left to the registry.
+        """
         word = getattr(self, self.chosen_by)
         functions = self.functions()
         if word not in functions:
@@ -113,7 +118,10 @@ class ChoiceSection(DerivedSection):
             ) from None
 
     def _unknown(self, word: str, key: str, known: list[str]) -> FedgraftError:
-        """Return the error about an option that the chosen function does not have."""
+        """Return the error about an option `key` that the function chosen by `word` does not have.
+
+        `known` are those it has.
+        """
         hint = "it takes none"
         nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
         if nearest:

@@ -68,6 +68,7 @@ class LocalTable(DerivedSection):
 
     @model_validator(mode="after")
     def _one_unit(self) -> LocalTable:
+        """Refuse more than one of steps, steps by client, and epochs (pydantic)."""
         units = [unit for unit in (self.steps, self.epochs, self.client_steps) if unit]
         if len(units) > 1:
             raise ValueError("give one of local.steps, local.client_steps and local.epochs")

@@ -61,7 +61,7 @@ def candidates(config: Config) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate, the result of its trial, and the cost of the whole run."""
+    """One way to train (head, low rank, ...), the result of its trial, and the cost of the whole run."""
 
     label: str
     config: Config
@@ -170,7 +170,17 @@ def advise_settings(
     images: int = 2000,
     report: Report = print,
 ) -> Advice:
-    """Try every candidate for so many rounds on so many images, and return the estimated cost of each whole run."""
+    """Try every candidate in a short run and return all of them with the estimated cost of the whole run.
+
+    Args:
+        config: the whole run that is planned.
+        budget: bytes that it may send, both ways.
+        root: folder of the trial runs; finished ones are not repeated.
+        minutes: time for all trials; None: no limit.
+        rounds: rounds of a trial.
+        images: images of a trial.
+        report: prints a line.
+    """
     all_images = len(open_data(config).train)
     trial_images = min(images, all_images)
     data = {
@@ -190,12 +200,14 @@ def advise_settings(
         return time.monotonic() > deadline
 
     def waiting() -> Iterator[Cell]:
+        """Yield the trials that are not finished while there is time."""
         for cell in cells.values():
             if finished_summary(cell.folder) is None and not time_is_up():
                 report(f"trying {cell.label}: {rounds} rounds on {trial_images:,} images")
                 yield cell
 
     def ended(cell: Cell, last: str) -> None:
+        """Report the end of a trial; note the reason (`last`: its last line of output) if it did not finish."""
         summary = finished_summary(cell.folder)
         if summary is None:
             failures[cell.label] = last or f"trial not finished within {minutes:g} minutes"
@@ -214,9 +226,14 @@ def advise_settings(
 
 
 def _extrapolate(cell: Cell, config: Config, budget: float, reason: str, times_images: float) -> Candidate:
-    """Return the candidate with its trial's result and the cost of the whole run, which has `times_images` more data.
+    """Return the candidate with its trial's result and the cost of the whole run.
 
-    `reason` says why a trial is not finished.
+    Args:
+        cell: the trial.
+        config: the whole run.
+        budget: bytes that it may send.
+        reason: why the trial is not finished, if it is not.
+        times_images: how many times more images the whole run has.
     """
     trainable = cell.config.trainable.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     whole = vary_config(config, trainable=trainable)
@@ -254,7 +271,7 @@ def _extrapolate(cell: Cell, config: Config, budget: float, reason: str, times_i
 
 
 def recommendation(advice: Advice) -> list[str]:
-    """Return the advice as sentences."""
+    """Return the advice as sentences: the best candidate, those over the budget, and a warning if nothing improved."""
     best = advice.best
     gain = best.accuracy - best.start
     low, high = best.interval

@@ -43,7 +43,7 @@ _MISSING = "–"
 
 
 Known = Mapping[tuple[str, str], Path]
-"""Folders of earlier runs, by the attack with its share of clients, and the digest of the config."""
+"""Folders of earlier runs, by (attack and share of attackers as "alie-0.2", digest of the config)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,11 @@ class AttackResult:
 
 @dataclass(frozen=True)
 class AttackPlan:
-    """Each rule without and under each attack, for each partition (`kind` or `kind:number`) and seed."""
+    """A table of attacked runs: each rule without and under each attack, for each partition and seed.
+
+    `share` of the clients attack. A partition is written `kind` or `kind:number`; empty partitions and seeds mean the
+    config's own.
+    """
 
     config: Config
     attacks: Sequence[str]
@@ -106,7 +110,10 @@ class AttackPlan:
                 )
 
     def cells(self, root: Path, known: Known | None = None) -> dict[AttackResult, Cell]:
-        """Return every run of the table, in its known folder or below `root`."""
+        """Return every run of the table by its result without numbers; nothing is run.
+
+        A run's folder is the one in `known`, or else below `root`.
+        """
         combinations = itertools.product(
             self.seeds or [self.config.seed],
             self.partitions or [self.config.partition.kind],
@@ -126,7 +133,12 @@ class AttackPlan:
         return cells
 
     def _config(self, partition: str, rule: str, seed: int) -> Config:
-        """Return the run's config. It does not name the attackers, but how many a rule should expect in a cohort."""
+        """Return the config of one run.
+
+        It says how many attackers the rule should expect in a cohort, not who they are.
+
+        `partition` is `kind` or `kind:number`, `rule` a name of `RULES`.
+        """
         clients = self.config.partition.clients
         attackers = len(choose_attackers(clients, self.share, seed))
         expected = math.ceil(attackers * per_round(self.config) / clients - 1e-9)
@@ -143,7 +155,7 @@ class AttackPlan:
 
 
 def partition_of(text: str) -> dict[str, object]:
-    """Return `stratified` or `dirichlet:0.5` as options."""
+    """Return a partition written as `stratified` or `dirichlet:0.5` as options of the config's table `partition`."""
     kind, _, number = text.partition(":")
     if not number:
         return {"kind": kind}
@@ -171,9 +183,10 @@ def partition_of(text: str) -> dict[str, object]:
 def attack_table(
     plan: AttackPlan, root: Path, report: Report = print, known: Known | None = None
 ) -> list[AttackResult]:
-    """Run every cell and return the results; a cell that cannot run has a note instead of numbers.
+    """Run every cell of the plan in this process and return the results; finished runs are read.
 
-    If no cell can run, the reason of the first is raised.
+    A cell that cannot run has a note instead of numbers; if no cell can run, the reason of the first is raised. A run
+    that was killed before it was measured is deleted and repeated. `known` are folders of earlier runs.
     """
     cells = plan.cells(root, known)
     for cell in cells.values():
@@ -190,7 +203,7 @@ def attack_table(
 
 
 def outcomes(cells: Mapping[AttackResult, Cell]) -> list[AttackResult]:
-    """Return every cell's result, with the numbers of its finished run if there are any."""
+    """Return every cell's result, with the numbers of its run where `attack.json` is there."""
     results = []
     for result, cell in cells.items():
         file = cell.folder / OUTCOME

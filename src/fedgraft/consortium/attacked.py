@@ -41,11 +41,13 @@ _MARKED_IMAGES = 2000  # test images with the trigger: the success rate is then 
 def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, share: float) -> None:
     """Run the config in its folder with this share of the clients attacking, and measure the last model.
 
-    `kind` is the name of the attack.
+    `kind` is the name of the attack, or `BENIGN`. The numbers are written to `attack.json`; the checkpoints are
+    deleted.
     """
     attackers = choose_attackers(config.partition.clients, share, config.seed)
 
     def wrap(setup: RunSetup, opened: OpenRun, engine: Any) -> Any:
+        """Return the engine of the rounds with its attackers, or unchanged in the benign run."""
         if kind == BENIGN:
             return engine
         entry = opened.context.examples.entry
@@ -67,7 +69,11 @@ def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, sh
 
 
 def outcome(setup: RunSetup, opened: OpenRun) -> dict[str, float | None]:
-    """Return test accuracy and success rate of the trigger for the loaded model; None if there are no images."""
+    """Return test accuracy and success rate of the trigger for the model that is loaded in the network.
+
+    The success rate ("backdoor") is the share of marked test images of other classes that get the target class; None
+    without pixels to mark.
+    """
     tests = opened.context.tests
     task = setup.task
     assert tests is not None

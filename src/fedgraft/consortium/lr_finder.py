@@ -39,7 +39,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Findings:
-    """All probes, in order of learning rate."""
+    """The results of a learning-rate search: all probes, in order of learning rate; `find_rate` makes it."""
 
     probes: tuple[Probe, ...]
 
@@ -79,7 +79,13 @@ class Findings:
 
 
 def rate_plan(config: Config, rates: Sequence[float], rounds: int, central: bool = False, prune: int = 0) -> SearchPlan:
-    """Return the sweep: each rate for so many rounds (epochs, if central), evaluated after each, never tested."""
+    """Return the sweep over these learning rates: constant rate, evaluated after each round, never tested.
+
+    Args:
+        rounds: rounds of each run; epochs, if central.
+        central: train on all data in one place.
+        prune: evaluations before the median rule may stop a run; 0: never.
+    """
     usable = all(math.isfinite(rate) and rate > 0 for rate in rates)
     if not rates or not usable or rounds < 1:
         raise FedgraftError(
@@ -98,7 +104,10 @@ def rate_plan(config: Config, rates: Sequence[float], rounds: int, central: bool
 
 
 def find_rate(plan: SearchPlan, root: Path, processes: int = 0, report: Report = print) -> Findings:
-    """Run the sweep, again with one more rate while its best rate is at an end, and return all probes."""
+    """Run the sweep and return all probes; while the best rate is at an end of the list, one more rate is tried.
+
+    Runs are in folders below `root`; `processes` run at a time, 0: in this process.
+    """
     for extensions_left in range(WIDENED, -1, -1):
         trials = Search(plan, root, report).run(processes)
         findings = Findings(tuple(_probe(trial, root) for trial in trials))
@@ -122,7 +131,7 @@ def widen(rates: Sequence[float], best: float) -> list[float]:
 
 
 def _probe(trial: Trial, root: Path) -> Probe:
-    """Return the result of one rate from its run folder."""
+    """Return the result of one learning rate, read from the folder of its run below `root`."""
     config = next(iter(trial.runs.values()))
     folder = folder_of(config, root)
     last = read_metrics(folder)[-1]

@@ -79,7 +79,15 @@ def site_facts(
     policy: bool = True,
     window: Window = None,
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Return the facts of one site's training and test rows, and the digests of its images, which must stay secret."""
+    """Return the facts of one site's data as plain numbers, and the digests of its images, which must stay secret.
+
+    Args:
+        site: its name.
+        rows: its training rows, and its test rows, in the stores of `dataset`.
+        minimum: counts below this are hidden (None).
+        policy: whether the site has a policy.
+        window: grey values that become black and white in deep images.
+    """
     readable: list[ImageFacts] = []
     unreadable: list[UnreadableImage] = []
     for is_test, store, own_rows in zip((False, True), (dataset.train, dataset.test), rows, strict=True):
@@ -110,6 +118,7 @@ def site_facts(
         heights.append(height)
 
     def hide_small(counts: Mapping[str, int]) -> dict[str, int | None]:
+        """Return the counts with those below the minimum replaced by None."""
         hidden: dict[str, int | None] = {}
         for name, count in sorted(counts.items()):
             hidden[name] = count if count >= minimum else None
@@ -137,7 +146,10 @@ def site_facts(
 
 
 def _fault_counts(readable: Sequence[ImageFacts], digests: Counter[bytes], other_files: int) -> dict[str, int]:
-    """Return the number of faulty images by the name of the fault, without zeros."""
+    """Return the number of faulty images by the name of the fault (a key of `site_faults.FAULTS`), without zeros.
+
+    `digests` counts the readable images by content; `other_files` is the number of files in formats that are not read.
+    """
     labels: dict[bytes, set[str]] = {}
     train_digests = set()
     test_digests = set()
@@ -196,7 +208,7 @@ def shared_images(digests: Mapping[str, Sequence[bytes]]) -> dict[tuple[str, str
 def _inspect(
     store: ImageStore, rows: Iterable[int], window: Window, is_test: bool
 ) -> Iterator[ImageFacts | UnreadableImage]:
-    """Yield the facts of each image of these rows."""
+    """Decode each image of these rows and yield its facts, or why it cannot be read."""
     for row in counted("inspecting images", rows, unit="images"):
         label = store.classes[int(store.labels[row])]
         source = _source(store, row)

@@ -59,7 +59,10 @@ class Profile:
 
 
 def profile_run(folder: Path) -> Profile:
-    """Read the record, measure the layers, write profile.json and figures/profile.png, and renew the report."""
+    """Profile a finished run: time and traffic by phase from its record, time by layer measured now.
+
+    Writes profile.json and figures/profile.png into its folder and renews the report.
+    """
     lines = RunFolder.open(folder).metrics()
     if not lines:
         raise FedgraftError(
@@ -95,9 +98,12 @@ def _recorded_phases(folder: Path) -> dict[str, Any]:
 def phase_rows(
     lines: list[dict[str, Any]], once: Mapping[str, float], work: Mapping[str, tuple[float, float]], roofline: Roofline
 ) -> tuple[Row, ...]:
-    """Return the rows of all phases: those of the rounds, summed over rounds, then those that happen `once`.
+    """Return the rows of all phases: those of the rounds, summed over rounds, then those that happen once.
 
-    `work` has (operations, bytes) of one round's phase.
+    Args:
+        lines: the lines of metrics.jsonl.
+        once: seconds of the phases outside the rounds.
+        work: (floating-point operations, bytes) of each phase in one round.
     """
     seconds: dict[str, list[float]] = {}
     for line in lines:
@@ -115,7 +121,7 @@ def phase_rows(
 
 
 def work_of(run: Adapted, layers: tuple[Row, ...]) -> dict[str, tuple[float, float]]:
-    """Return operations and bytes of one round by phase, from the layers of one measured batch."""
+    """Return (floating-point operations, bytes) of one round by phase, extrapolated from one measured batch."""
     local = run.setup.algorithm.local
     data = run.setup.task.data
     cohort = run.setup.federation.per_round
@@ -134,12 +140,15 @@ def work_of(run: Adapted, layers: tuple[Row, ...]) -> dict[str, tuple[float, flo
 
 
 def _rows(run: Adapted) -> Tensor:
-    """Return the rows of the batch that is measured."""
+    """Return the training rows of the one batch whose layers are measured: at most 64."""
     return run.setup.task.data.train_rows[: min(64, run.setup.algorithm.local.batch_size)]
 
 
 def measure_layers(run: Adapted, roofline: Roofline) -> tuple[Row, ...]:
-    """Measure each block that a client's images pass, forward and, if it has a gradient, backward."""
+    """Time each block that a client's images pass, forward and, if it has a gradient, backward.
+
+    The network is bound to the run's edit space and its gradients are cleared.
+    """
     network = run.network
     space = run.opened.space
     first_trained = min(space.first_block(network), network.depth + 1)
@@ -229,7 +238,7 @@ def draw(profile: Profile, path: Path) -> Path:
 
 
 def profile_rows(profile: Profile) -> list[list[str]]:
-    """Return rows of text: group, name, seconds, share, GFLOP, MB moved, times the least."""
+    """Return the table as rows of text: group, name, seconds, share in percent, GFLOP, MB moved, times the least."""
     return _group_table("phase", profile.phases) + _group_table("layer", profile.layers)
 
 

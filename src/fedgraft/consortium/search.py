@@ -91,7 +91,10 @@ class SearchPlan:
         return min(self.trials, combinations)
 
     def study(self, root: Path) -> Any:
-        """Return its Optuna study in the journal of the folder; the same search resumes it, also for more trials."""
+        """Return the search's Optuna study, stored in `optuna.journal` in the folder; the same search resumes it.
+
+        More trials are the same search; other axes, seeds or base config are another one.
+        """
         try:
             import optuna
             from optuna.storages.journal import JournalFileBackend, JournalStorage
@@ -110,9 +113,10 @@ class SearchPlan:
         )
 
     def sampler(self, number: int, repeats: int) -> Any:
-        """Return the Optuna sampler of this proposal: a random one after a repeated proposal.
+        """Return the Optuna sampler of proposal `number`; a random one if the proposal repeated a known setting.
 
-        The settings of a grid are queued instead: Optuna's GridSampler can only end Optuna's own loop.
+        `repeats` counts such repetitions. The settings of a grid are queued instead: Optuna's GridSampler can only end
+        Optuna's own loop.
         """
         from optuna.samplers import RandomSampler, TPESampler
 
@@ -124,7 +128,7 @@ class SearchPlan:
 
 @dataclass(eq=False)
 class Trial:
-    """One setting, its runs by seed, and their results."""
+    """One setting of a search, its runs by seed, and their results; `Search` makes and updates it."""
 
     setting: Setting
     runs: dict[int, Config]
@@ -151,7 +155,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """The setting as overrides."""
+        """The setting as overrides of the config, such as "local.lr=0.1"."""
         overrides = [f"{key}={value}" for key, value in self.setting.items()]
         return " ".join(overrides) or "base config"
 
@@ -166,7 +170,10 @@ class Trial:
 
 
 class Search:
-    """A search in its folder; results that are there already are read and not repeated."""
+    """A search in its folder `root`; results that are there already are read and not repeated.
+
+    `report` prints a line.
+    """
 
     def __init__(self, plan: SearchPlan, root: Path, report: Report = print) -> None:
         self.plan = plan
@@ -211,7 +218,10 @@ class Search:
         return self.trials
 
     def _trial(self, setting: Setting) -> Trial:
-        """Return the trial of a setting, with results of earlier sweeps; the same object for the same run."""
+        """Return the trial of a setting, with the results of finished runs in the folder.
+
+        The same object for the same run.
+        """
         runs = {}
         for seed in self.plan.seeds:
             runs[seed] = vary_config(self.plan.base, **{**setting, "seed": seed})
@@ -234,7 +244,10 @@ class Search:
         return self._trial(setting)
 
     def _recall(self) -> list[Trial]:
-        """Return the trials whose end the study knows; a trial that a killed sweep left running is tried anew."""
+        """Return the trials that Optuna's study records as finished or pruned by an earlier process.
+
+        A trial that a killed sweep left running is marked as failed in the study, and so tried anew.
+        """
         settled: list[Trial] = []
         if self.study is None:
             return settled
@@ -252,7 +265,10 @@ class Search:
         return settled
 
     def _cells(self, settled: list[Trial]) -> Iterator[Cell]:
-        """Yield the runs that are not done, setting by setting; a setting is proposed when its first run is needed."""
+        """Yield the runs that are not done, setting by setting; a setting is proposed when its first run is needed.
+
+        `settled` are the trials that need no proposal. Results are told to Optuna on the way.
+        """
         trials: Iterator[Trial] = iter(self.trials)
         if self.study is not None:
             trials = self._proposals(settled)
@@ -271,7 +287,8 @@ class Search:
     def _proposals(self, settled: list[Trial]) -> Iterator[Trial]:
         """Yield settings until there are enough: those of a grid or a killed sweep first, then Optuna's proposals.
 
-        A proposal depends on its number and on the results of the others, so an interrupted search continues exactly.
+        `settled` are the trials that are done; each yielded trial is appended. A proposal depends on its number and on
+        the results of the others, so an interrupted search continues exactly.
         """
         queue = [trial.setting for trial in self.trials if trial not in settled]
         distributions = {axis.key: axis.distribution() for axis in self.plan.axes}
@@ -294,7 +311,7 @@ class Search:
             yield trial
 
     def _ended(self, cell: Cell, last: str) -> None:
-        """Record and report the end of a run; `last` is its last line of output."""
+        """Record and report the end of a run, tell Optuna, and write the tables; `last` is its last line of output."""
         trial = self.by_label[cell.label]
         summary = finished_summary(cell.folder)
         if summary:
@@ -310,7 +327,10 @@ class Search:
         write_search_tables(self.trials, self.root)
 
     def _stops(self, cell: Cell) -> bool:
-        """Return whether the run is to end early: it diverged, or its setting is below the median of the others."""
+        """Return whether the run is to end early; if so note the reason in its trial and tell Optuna.
+
+        It ends if it diverged, or if its setting is below the median of the others.
+        """
         trial = self.by_label[cell.label]
         if not trial.pruned:
             trial.pruned = self._reason_to_stop(trial, cell)
@@ -330,7 +350,10 @@ class Search:
         return ""
 
     def _report_to_optuna(self, trial: Trial) -> dict[int, float]:
-        """Report the new evaluations of the first seed, by which running settings are compared, and return them."""
+        """Report the new evaluations of the first seed to Optuna and return them as accuracy by round.
+
+        Running settings are compared by their first seed.
+        """
         if trial.optuna_trial is None:
             return {}
         config = next(iter(trial.runs.values()))

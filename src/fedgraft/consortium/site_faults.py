@@ -68,7 +68,7 @@ FAULTS = {
 
 
 def _at_site(facts: SiteFacts, size: int | None) -> Iterator[Finding]:
-    """Yield the problems of one site."""
+    """Yield the problems of one site; `size` is the side of the network's input in pixels (None: unknown)."""
     site = facts["site"]
     classes = facts["classes"]
     minimum = facts["minimum"]
@@ -77,6 +77,7 @@ def _at_site(facts: SiteFacts, size: int | None) -> Iterator[Finding]:
         return
 
     def count_text(*counts: int | None) -> str:
+        """Return the sum of these counts as text; "fewer than ..." where all are hidden."""
         known = sum(count or 0 for count in counts)
         if known:
             return f"{known} images"

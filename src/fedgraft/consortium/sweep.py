@@ -150,13 +150,18 @@ def process_cells(
     stops: Callable[[Cell], bool] = lambda cell: False,
     processes: int = 2,
 ) -> None:
-    """Run the cells, `processes` at a time; `ended` is called with each cell and its last line of output.
+    """Run the cells, `processes` at a time; 0: one after another in this process.
 
-    `stops` is called repeatedly and says whether a run is to end early. On Ctrl-C all runs save their state and end.
+    Args:
+        ended: called with each cell and its last line of output, or the reason of its failure.
+        stops: called repeatedly; returns whether a run is to end early.
+
+    On Ctrl-C all runs save their state and end.
     """
     with phase("sweep", unit="runs") as runs_done:
 
         def count_and_end(cell: Cell, last: str) -> None:
+            """Count one more run in the progress display and call `ended`."""
             runs_done.advance()
             ended(cell, last)
 
@@ -215,7 +220,10 @@ class Estimate:
 def run_cells(
     cells: Sequence[Cell], processes: int = 2, report: Report = print
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Run the cells and return the summaries by label, and the reasons of failed ones; finished cells are only read."""
+    """Run the cells and return the summaries of finished ones and the reasons of failed ones, by label.
+
+    Cells that are finished already are only read.
+    """
     summaries: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
     waiting = []
@@ -228,6 +236,7 @@ def run_cells(
     estimate = Estimate(len(cells), len(summaries))
 
     def ended(cell: Cell, last: str) -> None:
+        """Note the summary of a run that has ended, or `last`, its last line of output, as why it failed; report it."""
         summary = finished_summary(cell.folder)
         if summary is None:
             failures[cell.label] = last
@@ -244,7 +253,10 @@ def run_cells(
 def run_many(
     runs: Mapping[str, Config], root: Path, processes: int = 2, central: Sequence[str] = (), report: Report = print
 ) -> dict[str, dict[str, Any]]:
-    """Return the summaries by label. Labels in `central` are trained centrally. Failed runs are raised at the end."""
+    """Run these configs as a sweep below `root` and return the summaries by label.
+
+    Labels in `central` are trained on all data in one place. Failures are raised after all runs have ended.
+    """
     cells = []
     for label, config in runs.items():
         cells.append(Cell(label, config, folder_of(config, root), label in central))
@@ -284,7 +296,7 @@ def _status(folder: Path) -> str:
 
 
 def _beside(folder: Path, ending: str) -> Path:
-    """Return the path of a file beside a run's folder."""
+    """Return the path of a file beside a run's folder: the folder's name with this ending."""
     return folder.with_name(folder.name + ending)  # a run's name may have dots, so not `with_suffix`
 
 
@@ -300,7 +312,7 @@ def last_output_line(folder: Path) -> str:
 
 
 def curve(folder: Path, key: str = "accuracy") -> tuple[list[int], list[float]]:
-    """Return rounds and values of one metric of a run."""
+    """Return the rounds and the values of one metric, a key of metrics.jsonl, of a run."""
     rounds = []
     values = []
     for line in RunFolder.open(folder).metrics():

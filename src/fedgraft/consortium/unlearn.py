@@ -63,7 +63,14 @@ class Replay:
 
 
 def plan_replay(folder: Path, client: str, to: Path | None = None, fast: bool = False) -> Replay:
-    """Return the replay that unlearns this client; refuse a run that cannot be repeated."""
+    """Return the replay that unlearns this client; refuse a run that cannot be repeated. Nothing is run.
+
+    Args:
+        folder: the run's folder.
+        client: name or number of the client.
+        to: folder of the replay; None: beside the run.
+        fast: the replay is for `subtract`, which has another default folder.
+    """
     record = RunFolder.open(folder)
     config = from_folder(folder)
     if record.config_digest != config.digest:
@@ -143,9 +150,10 @@ def _took_part(lines: Sequence[Mapping[str, Any]], client: int) -> int | None:
 
 
 def subtract(replay: Replay, source: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
-    """Unlearn a client approximately: write the last model minus its contributions to a folder of its own.
+    """Unlearn a client approximately: write the last model minus its contributions to the replay's folder.
 
-    Returns the summary of that folder's run, with the record of the unlearning.
+    `source` is the run's folder. Returns the summary of the replay's run, with the record of the unlearning, which is
+    also written to unlearned.json.
     """
     last = checkpoint.load_latest(source / "checkpoints")
     name = f"contribution/{replay.client}"
@@ -182,7 +190,12 @@ def subtract(replay: Replay, source: Path, progress: Progress | None = None, con
 
 
 def _distance(replay: Replay, source: Path, vector: Tensor, before: Tensor) -> dict[str, Any]:
-    """Return the distances of the approximate model and of the original model from the exact replay."""
+    """Return the L2 distances of the approximate and of the original model from the exact replay.
+
+    None if that is missing.
+
+    `vector` is the approximate model, `before` the original one, `source` the run's folder.
+    """
     unknown = {"distance": None, "of_the_run": None}
     exact = exact_folder(source, replay)
     if not is_finished(exact):
@@ -222,7 +235,11 @@ def _prepare_folder(
 
 
 def _start(setup: RunSetup, folder: Path, first: First | None, joined: bool) -> tuple[int, str]:
-    """Return the round after whose checkpoint a replay may start, and why not a later one."""
+    """Return the round after whose checkpoint a replay may start, and why not a later one.
+
+    `first` is the first round that may depend on the client (None: no round does); `joined`: the client joined after
+    the start, so head, mask and counts do not depend on it. `folder` is the run's.
+    """
     algorithm = setup.algorithm
     head = setup.config.head
     if head != "random" and not joined:
@@ -258,7 +275,10 @@ def _readable_checkpoints(folder: Path) -> list[checkpoint.Checkpoint]:
 def unlearn_client(
     replay: Replay, source: Path, progress: Progress | None = None, console: bool = True
 ) -> dict[str, Any]:
-    """Carry the replay out and return the summary of the run without the client. An interrupted replay is resumed."""
+    """Carry the replay out in its folder and return the summary of the run without the client.
+
+    An interrupted replay is resumed. `source` is the run's folder; unlearned.json is written to the replay's.
+    """
     _refuse_later_start(replay)
     if replay.start:
         start = next(saved for saved in _readable_checkpoints(source) if saved.round == replay.start)

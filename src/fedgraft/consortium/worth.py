@@ -118,7 +118,11 @@ def passes_of(setup: RunSetup) -> int:
 def make_missing(
     folder: Path, provided: Mapping[str, Path], progress: Callable[[], Progress], report: Callable[[str], None]
 ) -> dict[str, Path]:
-    """Return the run folders of all models to compare; run those that are missing."""
+    """Return the run folders of all models to compare, by model; run those that are missing, in `folder`/worth.
+
+    `folder` is the federated run, `provided` are folders of models that the user names; `progress` makes the display of
+    a run, `report` prints a line.
+    """
     if not is_finished(folder):
         raise FedgraftError(
             "E-CONSORTIUM-NOT-FINISHED",
@@ -138,7 +142,10 @@ def make_missing(
 
 @torch.inference_mode()
 def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return by client the scores (n, C) of the model that it gets from a run, on these test rows of its own."""
+    """Return by client the logits (n, C) of the model that it gets from a run, on these test rows of its own.
+
+    `rows` are the test rows of each client. The run's last checkpoint is loaded from its folder.
+    """
     saved = checkpoint.load_latest(RunFolder.open(folder).checkpoints)
     if saved is None or saved.meta.get("personal"):
         raise FedgraftError(
@@ -175,7 +182,10 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def compare_models(folders: Mapping[str, Path], metrics: Sequence[str], draws: int = 1000) -> dict[str, list[Site]]:
-    """Return by metric every site with the metric of every model and its gain."""
+    """Return by metric every site with the metric of every model and the gain of the federated one over its own.
+
+    `folders` are the run folders by model, `draws` the resamples of the bootstrap.
+    """
     setup = setup_of(from_folder(folders[FEDERATED]), for_training=False)
     data = setup.task.data
     classes = data.dataset.classes
@@ -208,7 +218,7 @@ def compare_models(folders: Mapping[str, Path], metrics: Sequence[str], draws: i
 
 
 def write_worth(folder: Path, results: Mapping[str, Sequence[Site]], title: str) -> Path:
-    """Write Markdown, HTML, a figure for each metric and the numbers; return the path of the HTML page."""
+    """Write Markdown, HTML, JSON and a figure for each metric to `folder`; return the path of the HTML page."""
     folder.mkdir(parents=True, exist_ok=True)
     any_site = next(iter(results.values()))[0]
     models = sorted(any_site.models, key=lambda model: _MODEL_ORDER.get(model, 2))
@@ -266,7 +276,7 @@ def _csv_row(site: Site, models: Sequence[str], metric: str) -> dict[str, Any]:
 
 
 def _draw(path: Path, sites: Sequence[Site], models: Sequence[str], metric: str) -> Path:
-    """Draw each model at each site (left) and the difference (right), with intervals, sites from top to bottom."""
+    """Draw each model at each site (left) and the difference (right), with intervals, to `path`; return it."""
     units = set()
     for site in sites:
         for value in site.models.values():
@@ -283,6 +293,7 @@ def _draw(path: Path, sites: Sequence[Site], models: Sequence[str], metric: str)
         right_unit += " (below 0 is better)"
 
     def draw_value(axes: Any, y: float, value: Metric | None, **style: Any) -> None:
+        """Draw one metric with its interval at height y; nothing for None."""
         if value is None:
             return
         below = 0.0

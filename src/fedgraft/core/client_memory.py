@@ -31,7 +31,7 @@ class Remembering(Protocol):
     memory: dict[int, ClientMemory]
 
     def take_back(self, client: int, before: ClientMemory | None) -> None:
-        """Let this client go on from what it remembered before its last request; None: nothing."""
+        """Give this client the memory back that it had before its last request; None: it had none."""
         ...
 
 
@@ -41,7 +41,10 @@ class Memories:
     memory: dict[int, ClientMemory]
 
     def take_back(self, client: int, before: ClientMemory | None) -> None:
-        """Let this client go on from what it remembered before its last request; None: nothing."""
+        """Give this client the memory back that it had before its last request; None: it had none.
+
+        Its key, ledger and secure sums stay as they are now.
+        """
         if client not in self.memory:
             return
         earlier = earlier_memory(self.memory[client], before)
@@ -57,7 +60,7 @@ def never_goes_back(name: str) -> bool:
 
 
 def earlier_memory(now: ClientMemory, before: ClientMemory | None) -> ClientMemory:
-    """Return the memory before a request, with the parts that never go back as they are now."""
+    """Return the memory `before` a request (None: none), but key, ledger and secure sums as they are `now`."""
     memory = {}
     for name, tensor in (before or {}).items():
         if not never_goes_back(name):

@@ -101,7 +101,10 @@ def _module(file: str) -> ast.Module:
 
 
 def _parameters(file: str, function: ast.FunctionDef) -> tuple[Declared, ...]:
-    """Return the parameters of a function that have an annotation and can be passed by name."""
+    """Return the parameters of a function that have a plain annotation and can be passed by name.
+
+    `file` is the source file that defines it, relative to the package, in which annotations are looked up.
+    """
     meanings = _described_arguments(ast.get_docstring(function) or "")
     positional = function.args.args
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(function.args.defaults))
@@ -120,7 +123,10 @@ def _parameters(file: str, function: ast.FunctionDef) -> tuple[Declared, ...]:
 
 
 def _fields(file: str, owner: ast.ClassDef) -> tuple[Declared, ...]:
-    """Return the fields of a dataclass whose types and defaults are plain values."""
+    """Return the fields of a dataclass whose types are plain.
+
+    `file` is the source file that defines it, relative to the package, in which annotations are looked up.
+    """
     options = []
     for position, node in enumerate(owner.body):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):

@@ -42,6 +42,7 @@ def without_timing(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _without_fields(line: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of the line without these fields."""
     rest = dict(line)
     for field in fields:
         rest.pop(field, None)
@@ -119,13 +120,17 @@ def json_ready(value: Any) -> Any:
 
 
 def _finite_or_none(value: float) -> float | None:
+    """Return the number, or None for NaN and infinity, which JSON cannot hold."""
     if math.isfinite(value):
         return value
     return None
 
 
 def check_place(path: Path, option: str) -> None:
-    """Raise an error if a folder could not be created or written to, before work starts; nothing is created."""
+    """Raise an error if a folder could not be created or written to; nothing is created.
+
+    `option` is the option by which the user can choose another place, for the hint.
+    """
     existing = path
     for existing in (path, *path.absolute().parents):
         if existing.exists():
@@ -158,7 +163,7 @@ def make_folder(path: Path, option: str) -> None:
 
 
 def repair(path: Path) -> None:
-    """Remove an incomplete last line, so that the next one does not continue it."""
+    """Remove an incomplete last line of a text file, in place, so that the next one does not continue it."""
     if not path.is_file():
         return
     data = path.read_bytes()

@@ -104,7 +104,7 @@ M = TypeVar("M", Request, Response)
 
 
 def _split(message: Request | Response) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Separate the plain fields (for the JSON header) from the tensors."""
+    """Return the plain fields of a message, for the JSON header, and its tensors by names like "sums/control"."""
     plain: dict[str, Any] = {"kind": type(message).__name__}
     tensors: dict[str, Tensor] = {}
     for name in _FIELDS[type(message)]:
@@ -132,7 +132,7 @@ def _add_group(tensors: dict[str, Tensor], field_name: str, group: Mapping[str, 
 
 
 def _header(message: Request | Response) -> tuple[bytes, list[Tensor], int]:
-    """Return the header, the tensors in order, and the bytes of all tensors."""
+    """Return the header's bytes, the tensors in order, and the number of bytes of all tensors."""
     plain, tensors = _split(message)
     entries: dict[str, Any] = {"__metadata__": {"fedgraft": _to_json(plain)}}
     offset = 0
@@ -174,9 +174,10 @@ def wire_size(message: Request | Response) -> int:
 
 
 def _read_tensor(name: str, entry: Any, body: memoryview, offset: int) -> tuple[Tensor, int]:
-    """Return one tensor of the header, which must begin at `offset`, and the offset behind it.
+    """Return one tensor that a header describes, which must begin at `offset` of the body, and the offset behind it.
 
-    The description is checked against the bytes that are really there before anything is allocated.
+    `entry` is its description: dtype, shape, data_offsets. It is checked against the bytes that are really there before
+    anything is allocated.
     """
     try:
         dtype = _DTYPES[entry["dtype"]]
@@ -197,7 +198,10 @@ def _read_tensor(name: str, entry: Any, body: memoryview, offset: int) -> tuple[
 
 
 def unpack(kind: type[M], data: bytes | bytearray | memoryview, limit: int | None = None) -> M:
-    """Return the message in untrusted bytes; raise `BadMessage` for anything that is not exactly a `kind`."""
+    """Return the message in untrusted bytes; raise `BadMessage` for anything that is not exactly a `kind`.
+
+    `limit` is the largest number of bytes that is read; None: any.
+    """
     view = memoryview(data)
     if limit is not None and len(view) > limit:
         raise BadMessage(f"message of {len(view)} bytes is over the limit of {limit}", "E-MESSAGE-SIZE")
@@ -267,6 +271,7 @@ def _check_types(message: Request | Response) -> None:
 
 
 def _check_field(message: Request | Response, name: str, kind: type) -> None:
+    """Raise `BadMessage` unless the field of this name has exactly this type."""
     if type(getattr(message, name)) is not kind:
         raise BadMessage(f"message field {name!r} is not of type {kind.__name__}")
 

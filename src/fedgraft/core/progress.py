@@ -26,7 +26,10 @@ News = list[tuple[str, str, int, int]]
 
 @dataclass(eq=False)
 class Phase:
-    """A piece of work that takes a while; `total` is 0 if its amount is unknown."""
+    """A piece of work that takes a while, for progress displays; `phase` makes it.
+
+    `total` is 0 if its amount is unknown.
+    """
 
     name: str
     total: int = 0
@@ -164,6 +167,7 @@ class Relay:
         self._reset(reported=False)
 
     def _reset(self, reported: bool) -> None:
+        """Forget the unsent units and begin a new interval."""
         self.news = {}
         self.last = time.monotonic()
         self.reported = reported
@@ -171,7 +175,7 @@ class Relay:
 
 @dataclass
 class _State:
-    """The open phases and watchers of this process."""
+    """The phases under way and the watchers of this process; there is one instance, `_state`."""
 
     phases: list[Phase] = field(default_factory=list)
     watchers: list[Watcher] = field(default_factory=list)
@@ -211,7 +215,15 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def phase(name: str, total: int = 0, unit: str = "", minor: bool = False, growing: bool = False) -> Iterator[Phase]:
-    """Open a phase that ends with the block."""
+    """Open a phase that ends with the block, and yield it.
+
+    Args:
+        name: what is done.
+        total: units of work; 0: unknown.
+        unit: what is counted, such as "images".
+        minor: a log mentions it only if it takes long.
+        growing: the total is only what is known so far.
+    """
     opened = Phase(name, total, unit, minor, growing)
     _state.phases.append(opened)
     if _state.relay is not None:
@@ -258,7 +270,10 @@ def watching(*watchers: Watcher) -> Iterator[None]:
 
 @contextmanager
 def shown_by(screen: Watcher | None) -> Iterator[None]:
-    """Give the terminal to this watcher during the block; the previous owner gets it back."""
+    """Let this watcher draw the progress on the terminal during the block; the previous one gets it back.
+
+    None: nothing is drawn.
+    """
     with _state.looking:
         previous = _state.screen
         if previous is not None:
@@ -291,11 +306,12 @@ def _look(state: _State) -> None:
 
 @contextmanager
 def merging() -> Iterator[Callable[[News], None]]:
-    """Yield a function that takes the reports of workers; phases of the same name become one."""
+    """Yield a function that takes the reports of workers and adds them to phases of this process, one for each name."""
     merged: dict[tuple[str, str], Phase] = {}
     with ExitStack() as stack:
 
         def hear(news: News) -> None:
+            """Add a worker's report to the merged phases, which are opened when they are first reported."""
             for name, unit, done, more in news:
                 if (name, unit) not in merged:
                     if any(opened.name == name for opened in _state.phases):

@@ -31,11 +31,12 @@ Probe = Annotated[int, Field(ge=16)]
 
 
 def in_range(make: Callable[P, T]) -> Callable[P, T]:
-    """Return the function with a check: it refuses numbers and words that its annotations do not allow."""
+    """Return the function with a check of its arguments against their annotations (ranges, choices of words)."""
     known = signature(make)
 
     @wraps(make)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        """Convert and check the arguments, then call the function."""
         bound = known.bind(*args, **kwargs)
         bound.arguments |= validated_numbers(make.__name__, make, bound.arguments)
         return make(*bound.args, **bound.kwargs)
@@ -53,7 +54,12 @@ def check_ranges(options: Any, label: str) -> None:
 
 
 def validated_numbers(label: str, owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those values that are numbers or choices by the annotations, converted; refuse the first bad one."""
+    """Return those values that are numbers or choices by the annotations of `owner`, converted.
+
+    Refuse the first bad one.
+
+    `owner` is a function or dataclass, `values` are its arguments or fields by name; `label` names it in errors.
+    """
     numbers = {}
     for name, hint in _number_hints(owner).items():
         if name in values:

@@ -19,7 +19,10 @@ _loaded = False
 
 
 class Registry(dict[str, Callable[..., Any]]):
-    """Functions by name; `build` calls one, and refuses unknown names and options."""
+    """Functions by name, such as all losses; `build` calls one, and refuses unknown names and options.
+
+    `label` says in errors what they are.
+    """
 
     def __init__(self, label: str) -> None:
         super().__init__()
@@ -41,9 +44,10 @@ class Registry(dict[str, Callable[..., Any]]):
         return self[name]
 
     def build(self, name: str, options: Mapping[str, Any], **context: Any) -> Any:
-        """Call the function with the user's options and with those arguments of `context` that it takes.
+        """Call the function of this name and return its result.
 
-        An option that the function does not have is refused.
+        `options` are the user's; one that the function does not have is refused. Of `context`, which the program
+        provides, only those arguments are passed that the function takes.
         """
         make = self.find(name)
         own = own_options(make)

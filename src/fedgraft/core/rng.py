@@ -22,12 +22,12 @@ def derive(seed: int, purpose: str, *where: int | str) -> int:
 
 
 def torch_stream(seed: int, purpose: str, *where: int | str) -> torch.Generator:
-    """Return a CPU torch generator for this purpose and place."""
+    """Return a CPU torch generator that follows from (seed, purpose, where), for example (round, client) as `where`."""
     import torch  # imported late, because commands that only read run folders should not load it
 
     return torch.Generator().manual_seed(derive(seed, purpose, *where))
 
 
 def numpy_stream(seed: int, purpose: str, *where: int | str) -> np.random.Generator:
-    """Return a NumPy generator for this purpose and place."""
+    """Return a NumPy generator that follows from (seed, purpose, where), for example (round, client) as `where`."""
     return np.random.default_rng(derive(seed, purpose, *where))

@@ -21,7 +21,10 @@ from fedgraft.core.protocols import Network
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One tensor's share of the space: all of it, or the sorted flat positions in `index`."""
+    """One tensor's share of an edit space: all of it, or the sorted flat positions in `index`.
+
+    `shape` is the tensor's.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -118,7 +121,7 @@ class EditSpace:
                 _write(part, tensors[part.name], vector[begin:end])
 
     def restrict(self, active: Tensor) -> EditSpace:
-        """Return the space of the trained coordinates that are True in `active`, without buffers."""
+        """Return the space of the trained coordinates that are True in `active` (trained,), without buffers."""
         parts = []
         for part, begin, end in self.trained_ranges:
             positions = active[begin:end].nonzero().view(-1)
@@ -131,17 +134,20 @@ class EditSpace:
         return EditSpace(tuple(parts))
 
     def bind(self, network: Network) -> Bound:
-        """Prepare a network for training on this space: only tensors with trained coordinates get gradients."""
+        """Bind the network to this space for training, in place; return the handle.
+
+        Trained tensors become views of one flat vector, and only they get gradients.
+        """
         return Bound(self, network)
 
     def without(self, excluded: Callable[[str], bool]) -> EditSpace:
-        """Return the space without the tensors whose name is excluded."""
+        """Return the space without the tensors for whose name `excluded` returns True."""
         parts = tuple(part for part in self.parts if not excluded(part.name))
         buffers = tuple(part for part in self.buffers if not excluded(part.name))
         return EditSpace(parts, buffers)
 
     def slices(self) -> Mapping[str, slice]:
-        """Return the slice of each tensor in a vector, by name."""
+        """Return the slice of each tensor's coordinates in a vector of this space, by name."""
         return {part.name: slice(begin, end) for part, begin, end in self.ranges}
 
     def first_block(self, network: Network) -> int:
@@ -150,10 +156,10 @@ class EditSpace:
 
 
 class Bound:
-    """A network whose coordinates in a space are driven by one flat vector.
+    """A network whose coordinates in an edit space are driven by one flat vector, `values`; `EditSpace.bind` makes it.
 
-    Whole tensors become views into `values`, so stepping the vector steps the network; selected positions are
-    written by index, at a cost proportional to their number. Tensors without trained coordinates get no gradient.
+    Whole tensors become views into `values`, so stepping the vector steps the network; selected positions are written
+    by index, at a cost proportional to their number. Tensors without trained coordinates get no gradient.
     """
 
     def __init__(self, space: EditSpace, network: Network) -> None:
@@ -208,7 +214,7 @@ class Bound:
                 module.eval()
 
     def load(self, vector: Tensor) -> None:
-        """Set the values, and with them the network."""
+        """Set `values` to a vector of the space, and with it the network's weights and buffers."""
         self.values.copy_(vector)
         self.push()
         with torch.no_grad():
@@ -217,7 +223,7 @@ class Bound:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Write changed values into the tensors that are not views of them."""
+        """Write changed values of single positions into their tensors; whole tensors are views and need no write."""
         for part, begin, end in self._sparse_ranges:
             _write(part, self._tensors[part.name], self.values[begin:end])
 
@@ -247,7 +253,11 @@ class Bound:
 
 
 def select(network: Network, included: Callable[[str], bool], buffers: bool = True) -> EditSpace:
-    """Return the space of all parameters whose name is included, with the included floating-point buffers."""
+    """Return the space of all parameters for whose name `included` returns True.
+
+    With `buffers` the floating-point buffers (batch-norm statistics) of such names are part of it. An empty selection
+    is an error.
+    """
     parts = []
     for name, parameter in network.named_parameters():
         if included(name):
@@ -314,7 +324,7 @@ def _tensors(network: Network) -> dict[str, nn.Parameter | Tensor]:
 
 
 def _read(part: Part, tensor: Tensor) -> Tensor:
-    """Return the values of the part, flat."""
+    """Return the values of a part's coordinates in its tensor, as a flat vector (part.size,)."""
     flat = tensor.detach().reshape(-1)
     if part.index is None:
         return flat
@@ -322,7 +332,7 @@ def _read(part: Part, tensor: Tensor) -> Tensor:
 
 
 def _write(part: Part, tensor: Tensor, values: Tensor) -> None:
-    """Write the flat values of the part into the tensor, in place."""
+    """Write the flat values (part.size,) of a part into its tensor, in place."""
     if part.index is None:
         tensor.data.copy_(values.view(part.shape))
     else:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 EVERYONE = -1
+"""Stands for all clients as a key of `ServerState.active`."""
 Schedule = Callable[[int, int, Sequence[float]], float]
 """(round, rounds in all, validation losses so far) -> learning rate."""
 Memories = Mapping[int, Mapping[str, Tensor]]

@@ -74,9 +74,13 @@ def read_verified(path: Path, digest: str) -> bytes:
 def replacing(path: Path, mode: int = 0o666, *, durable: bool = True, shared: bool = False) -> Iterator[int]:
     """Yield the descriptor of a new file, which takes the place of `path` when the block ends without an error.
 
-    An error or an interrupt leaves the old file as it was and nothing beside it. With `durable` the bytes and the name
-    are on the disk when the block ends. With `shared` several processes may write the same file at once; the last wins.
-    Without it the temporary file has one name, so that what a kill leaves behind is overwritten by the next attempt.
+    Args:
+        mode: permissions of the new file.
+        durable: the bytes and the name are on the disk when the block ends.
+        shared: several processes may write the same file at once; the last wins. Without it the temporary file has one
+            name, so that what a kill leaves behind is overwritten by the next attempt.
+
+    An error or an interrupt leaves the old file as it was and nothing beside it.
     """
     suffix = ".tmp"
     if shared:

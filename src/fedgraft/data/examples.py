@@ -12,7 +12,10 @@ from fedgraft.data.sources.features import FeatureStore
 
 
 class ImageExamples:
-    """Images of a store through a transform; pixels that are not in the cache are made when this is constructed."""
+    """Images of a store through a transform, as inputs at entry 0 of a network.
+
+    Pixels that are not in the cache are made, and written to it, when this is constructed.
+    """
 
     entry = 0
 
@@ -37,7 +40,7 @@ class ImageExamples:
 
 
 class FeatureExamples:
-    """Activations in memory; `entry` is the block at which they enter the network."""
+    """Activations (N, ...) in memory with their labels; `entry` is the block at which they enter the network."""
 
     def __init__(self, features: Tensor, labels: Tensor, entry: int) -> None:
         if len(features) != len(labels):

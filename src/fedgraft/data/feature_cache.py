@@ -33,6 +33,7 @@ from fedgraft.data.pixels.augment import draw_flips
 from fedgraft.local.features import evaluate_batch
 
 BLOCK = 32
+"""Rows of a batch that goes through the frozen prefix."""
 PORTION = 4 * BLOCK
 """Rows that one process prepares at a time."""
 _SMALLER_BATCHES = (8, 16)  # tried as well, so that a few rows need not be filled up to a whole block
@@ -41,10 +42,15 @@ _SEPARATOR = "\x1f"
 
 
 def same_bits(network: Network, entry: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the batch sizes in which a row has the bits that it has anywhere in a batch of `BLOCK`; none: ()."""
+    """Return the batch sizes in which a row's activations have the same bits as in any batch of `BLOCK`; () if none.
+
+    The test runs random inputs of this shape through the network up to `entry`. () means that the bits of a row depend
+    on its place or its neighbours, so that rows must be computed in fixed blocks.
+    """
     inputs = torch.randn(BLOCK, *shape, generator=torch_stream(0, "same_bits"))
 
     def activations(batch: Tensor) -> Tensor:
+        """Return the activations of a batch at the entry, on the CPU."""
         return evaluate_batch(network, batch, lambda x: network.features(x, 0, entry)).cpu()
 
     whole = activations(inputs)
@@ -66,9 +72,17 @@ class CachedExamples:
     """Examples that enter the network at `until`: the outputs of its frozen prefix, computed when first requested.
 
     A mirrored image is a second stored view; which view a sample has is drawn as the transform's flip would draw it.
-    `key` names what the weights do not show, for example a digest of the network's configuration. `order` says which
-    rows are neighbours where they must be computed in fixed blocks (default: their own order). `lower` are the same
-    images at an earlier entry, which will be needed too: the blocks before it are then computed once for both.
+    The place of row r of view v in the cache is v * N + r.
+
+    Args:
+        examples: the images.
+        network: the network; its weights before `until` must not change.
+        until: the entry (block number) at which the activations enter the network.
+        folder: where the cache is; each combination of data and weights has a folder of its own in it.
+        key: names what the weights do not show, for example a digest of the network's configuration.
+        order: returns which rows are neighbours where they must be computed in fixed blocks; None: their own order.
+        lower: the same images at an earlier entry, which will be needed too: the blocks before it are then computed
+            once.
     """
 
     def __init__(
@@ -121,7 +135,10 @@ class CachedExamples:
         self.cache = FeatureTable(Path(folder) / self.digest, self._views, len(examples), shape)
 
     def _batch_sizes(self, folder: Path, parts: list[str], shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the result of `same_bits` for this network on this machine, stored from before or computed now."""
+        """Return the result of `same_bits` for this network on this machine, from a file or computed and stored now.
+
+        `parts` identify the network and the way torch computes; `shape` is that of one input.
+        """
         device = next(self.network.parameters()).device.type
         parts += [platform.node(), torch.backends.cpu.get_cpu_capability(), device, str(shape)]
         path = folder / "rows" / f"{_hash(_SEPARATOR.join(parts).encode())}.json"
@@ -143,14 +160,14 @@ class CachedExamples:
 
     @cached_property
     def _order(self) -> np.ndarray:
-        """The rows in the order in which they are neighbours."""
+        """All rows in the order in which they are cut into blocks of neighbours."""
         if self.order is None:
             return np.arange(len(self))
         return self.order()
 
     @cached_property
     def _position(self) -> np.ndarray:
-        """The position of each row in the order."""
+        """The position of each row in `_order`."""
         return np.argsort(self._order)
 
     def __len__(self) -> int:
@@ -158,7 +175,11 @@ class CachedExamples:
         return len(self.labels)
 
     def batch(self, rows: Tensor, generator: Generator | None = None) -> Tensor:
-        """Return activations for these rows; with a generator, of the view that the training transform would draw."""
+        """Return activations for these rows; those that are missing are computed and stored first.
+
+        With a generator they are of the view (plain or mirrored) that the training transform would draw, else of the
+        plain one.
+        """
         views = np.zeros(len(rows), dtype=np.int64)
         if generator is not None and self._flips:
             views = draw_flips(len(rows), generator).numpy().astype(np.int64)
@@ -173,7 +194,7 @@ class CachedExamples:
         self._fill(self._missing_places(rows.numpy()))
 
     def portions(self, rows: Tensor) -> list[Tensor]:
-        """Return those of these rows of which a view is missing, cut so that nothing is computed in two portions."""
+        """Return the rows of which a view is not stored, cut so that no activation is computed in two portions."""
         missing = np.unique(self._missing_places(rows.numpy()) % len(self))
         if not len(missing):
             return []
@@ -184,12 +205,15 @@ class CachedExamples:
         return [torch.from_numpy(part) for part in np.split(missing, cuts)]
 
     def _missing_places(self, rows: np.ndarray) -> np.ndarray:
-        """Return the places of all views of these rows that are not stored."""
+        """Return the places (v * N + r) of all views of these rows that are not stored."""
         views = np.repeat(np.arange(self._views), len(rows))
         return self.cache.missing(views, np.tile(rows, self._views))
 
     def _fill(self, places: np.ndarray) -> None:
-        """Compute and store missing activations: these places gathered, or the blocks that they are in."""
+        """Compute and store the activations at these places, or of the whole blocks that they are in.
+
+        Raises if the weights of the frozen prefix have changed since the cache was opened.
+        """
         if not len(places):
             return
         if sums(self.network, self.entry) != self._sums:
@@ -212,14 +236,14 @@ class CachedExamples:
                 progress.advance(len(batch))
 
     def _padded_size(self, rows: int) -> int:
-        """Return the smallest tested batch size for so many rows; without tested sizes, their own number."""
+        """Return the smallest tested batch size that holds so many rows; without tested sizes, their own number."""
         for size in self.sizes:
             if size >= rows:
                 return size
         return rows
 
     def _blocks(self, places: np.ndarray) -> list[np.ndarray]:
-        """Return the whole blocks of neighbours in the order that contain these places, as places."""
+        """Return the blocks of neighbouring rows that contain these places, each as an array of places."""
         count = len(self)
         blocks = np.unique(places // count * count + self._position[places % count] // BLOCK)  # view after view
         views = blocks // count
@@ -230,13 +254,13 @@ class CachedExamples:
         return members
 
     def _inputs(self, places: np.ndarray) -> Tensor:
-        """Return the network's inputs at these places."""
+        """Return the network's pixel inputs at these places: plain for the first N, mirrored for the others."""
         count = len(self.examples)
         pixels = self.examples.pixels(torch.from_numpy(places % count))
         return self.examples.transform.view(pixels, torch.from_numpy(places >= count))
 
     def _values(self, places: np.ndarray) -> Tensor:
-        """Return the activations at these places, from the lower entry's activations where there are these."""
+        """Return the activations at these places, computed from pixels or from cached ones of a lower entry."""
         if self._lower is None:
             return self._activations(self._inputs(places))
         return self._activations(self._lower.batch(torch.from_numpy(places)), self._lower.entry)

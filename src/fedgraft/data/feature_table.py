@@ -29,9 +29,10 @@ CHECKED = 128
 
 
 class FeatureTable:
-    """A file of float32 activations (views, N, *shape) and one mark per row.
+    """A file of float32 activations (views, N, *shape), and beside it one mark per row: a checksum, or 0 for absent.
 
-    The place of row r of view v is v * N + r.
+    The place of row r of view v is v * N + r. `views` is the number of views of an example, `count` is N, `shape` that
+    of one activation.
     """
 
     def __init__(self, folder: Path, views: int, count: int, shape: tuple[int, ...]) -> None:
@@ -60,7 +61,10 @@ class FeatureTable:
         return FeatureTable, (self.folder, self.views, self.count, self.shape)
 
     def _is_intact(self, meta: str, sizes: dict[str, int]) -> bool:
-        """Return whether the folder holds this table; warn if it holds a damaged one."""
+        """Return whether the folder holds this table; warn if it holds a damaged one.
+
+        `meta` is the expected text of meta.json, `sizes` the expected bytes of the other files by name.
+        """
         paths = [self.folder / name for name in ("meta.json", *sizes)]
         if not any(path.exists() for path in paths):
             return False
@@ -72,7 +76,7 @@ class FeatureTable:
         return intact
 
     def _create(self, meta: str, sizes: dict[str, int]) -> None:
-        """Write an empty table: the marks first, so that no old mark vouches for new bytes."""
+        """Write the files of an empty table: the marks first, so that no old mark vouches for new bytes."""
         for name in ("marks.bin", "features.bin"):
             # A new file instead of a truncated one: a process that still maps the old one keeps its own.
             (self.folder / name).unlink(missing_ok=True)
@@ -81,7 +85,10 @@ class FeatureTable:
         (self.folder / "meta.json").write_text(meta)
 
     def missing(self, views: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the places (sorted, each once) that are absent or damaged; the others are checked now."""
+        """Return the places of these (view, row) pairs, sorted and each once, that are absent or damaged.
+
+        Stored rows are compared with their marks the first time they are asked for.
+        """
         places = views * self.count + rows
         unchecked = np.unique(places[~self._checked[places]])
         for part in np.split(unchecked, range(CHECKED, len(unchecked), CHECKED)):
@@ -89,7 +96,7 @@ class FeatureTable:
         return unchecked[~self._checked[unchecked]]
 
     def _verify(self, places: np.ndarray) -> np.ndarray:
-        """Return which rows are stored and match their marks, bool; warn if some do not match."""
+        """Return which of these places are stored and match their marks, bool; warn if some do not match."""
         marks = self._marks[places]
         stored = marks != 0
         intact = stored.copy()
@@ -102,7 +109,10 @@ class FeatureTable:
         return intact
 
     def write(self, places: np.ndarray, values: np.ndarray) -> None:
-        """Store rows: the values first, then the marks that vouch for them."""
+        """Store activations at these places: the values first, then the marks that vouch for them.
+
+        Takes the lock file.
+        """
         values = np.ascontiguousarray(values, dtype=np.float32)
         with locked(self.folder / "lock"):
             self._marks[places] = 0
@@ -127,11 +137,11 @@ class FeatureTable:
             offset += written
 
     def read(self, views: np.ndarray, rows: np.ndarray) -> Tensor:
-        """Return stored activations (B, *shape), copied."""
+        """Return the stored activations of these (view, row) pairs, (B, *shape), copied."""
         return torch.from_numpy(self._load(views * self.count + rows))
 
     def _load(self, places: np.ndarray) -> np.ndarray:
-        """Return the rows at these places, whether they are valid or not."""
+        """Return the values at these places as they are in the file, whether they are valid or not."""
         if self._data is not None:
             return self._data[places]
         values = np.empty((len(places), *self.shape), dtype=np.float32)
@@ -142,7 +152,7 @@ class FeatureTable:
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each run of neighbouring places."""
+    """Yield begin and end, as indices into `places`, of each run of consecutive places."""
     if not len(places):
         return
     cuts = np.flatnonzero(np.diff(places) != 1) + 1

@@ -31,7 +31,7 @@ class FederatedData:
     others_known = True
     """Whether this machine knows all clients; a node with data of its own knows only itself."""
     blind = False
-    """Whether the server has no images of its own, so that clients evaluate for it on images they hold out."""
+    """True: the server has no images of its own, so that clients evaluate for it on images they hold out."""
 
     def __repr__(self) -> str:
         """Return the dataset and the sizes of the clients."""

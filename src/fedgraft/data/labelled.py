@@ -39,7 +39,10 @@ class Labelled:
         return self.columns.get("group")
 
     def named(self, classes: Sequence[str]) -> Self:
-        """Return the same rows with labels that are numbers of these classes."""
+        """Return the same rows with labels that are positions in `classes`.
+
+        A class that is not among them is refused.
+        """
         places = []
         for name in self.classes:
             if name not in classes:
@@ -108,7 +111,10 @@ def numbered(labels: Any, names: Sequence[Any] | None = None) -> tuple[np.ndarra
 def numbered_parts(
     parts: Sequence[np.ndarray], names: Sequence[Any] | None = None
 ) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """Return the labels of several parts, numbered alike, and the class names."""
+    """Return the labels of several parts (train, test) as numbers of the same classes, and the class names.
+
+    `names` lists the classes in their order; None: the different labels, sorted.
+    """
     kinds = {part.dtype.kind in "iu" for part in parts if part.size}
     if len(kinds) > 1:
         raise FedgraftError("E-DATA-LABELS-MIXED", "some labels are names and some are numbers", "use one of the two")

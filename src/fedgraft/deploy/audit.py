@@ -24,7 +24,10 @@ _TAIL = 1 << 16  # bytes read from the end; a line is far shorter
 
 
 def append_entry(path: Path, **entry: Any) -> None:
-    """Append a line to the log; it is on disk when this returns. A lock orders the node's two processes."""
+    """Append a line with these fields to the log at `path`; it is on disk when this returns.
+
+    A lock orders the node's two processes.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

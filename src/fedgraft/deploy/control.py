@@ -55,7 +55,10 @@ def require_flower() -> None:
 
 
 class Control:
-    """A connection to the control interface of one SuperLink."""
+    """A connection to the control interface of one SuperLink; every method asks it over the network.
+
+    `authority` is the certificate by which the server is verified.
+    """
 
     def __init__(self, address: str, authority: Path) -> None:
         require_flower()
@@ -148,7 +151,7 @@ class Control:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Raise errors of the connection and of Flower as `FedgraftError`."""
+        """Raise errors of the connection and of Flower inside the block as `FedgraftError`."""
         import httpx
         from flwr.supercore.error import FlowerError
 
@@ -186,7 +189,7 @@ def app_bundle() -> bytes:
 
 
 def _run_state(run: Any) -> RunState:
-    """Return the status of a run from Flower's record of it."""
+    """Return the `RunState` of Flower's record of a run."""
     status = run.status
     return RunState(int(run.run_id), status.sub_status or status.status, status.details)
 

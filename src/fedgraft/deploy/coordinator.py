@@ -31,7 +31,12 @@ def start_server(
 ) -> ServerProcess:
     """Start the SuperLink in the background, wait until it answers, and admit the registered keys.
 
-    It outlives this process unless it is `bound` to it. Unfinished runs of an earlier server are stopped.
+    Args:
+        port: to listen on; None: any free one.
+        bind: address to listen on; None: loopback for a local federation, else all.
+        bound: it ends with this process; otherwise it outlives it.
+
+    Its process is recorded in the federation's folder. Unfinished runs of an earlier server are stopped.
     """
     require_flower()
     _check_can_start(federation)
@@ -179,7 +184,10 @@ def synchronize_keys(federation: FederationFolder) -> list[RegisteredNode]:
 
 
 def resolve_run_folder(federation: FederationFolder, folder: Path | None, resume: bool) -> Path:
-    """Return the absolute path of the folder that a run will write to; refuse one that it cannot use."""
+    """Return the absolute path of the folder that a run will write to; refuse one that it cannot use.
+
+    `folder` None: one named by the config, below the federation's. With `resume` it must hold an unfinished run.
+    """
     from fedgraft.runs.folder import RunFolder
 
     config = federation.config
@@ -232,10 +240,13 @@ def submit_run(
     wait: float | None = None,
     **task_settings: str,
 ) -> int:
-    """Start the run of this federation's config, or continue it from its last checkpoint; return its id.
+    """Start the run of this federation's config at its server, or continue it from its last checkpoint; return its id.
 
-    The run waits up to `wait` seconds until every node is connected, and then starts with those that are.
-    `task_settings` are further settings of the app: a `task` instead of a run, with a `config` of its own.
+    Args:
+        folder: where the run writes.
+        server_data: the coordinator's own images; None: it has none.
+        wait: seconds to wait until every node is connected, before it starts with those that are; None: the default.
+        task_settings: further settings of the app: a `task` instead of a run, with a `config` of its own.
     """
     from fedgraft.config.load import to_toml
 
@@ -302,7 +313,10 @@ def check_completed(state: RunState, reason: str) -> None:
 
 
 def run_task(federation: FederationFolder, folder: Path, wait: float, **settings: str) -> None:
-    """Run a task of the server's app on the connected nodes and wait for its end; raise if it failed."""
+    """Run a task (preflight or evaluation) on the connected nodes and wait for its end; raise if it failed.
+
+    `folder` gets the result, `wait` is the time for nodes to connect, `settings` are those of the app.
+    """
     run = submit_run(federation, folder, None, wait, **settings)
     state, reason = run_state(federation, run)
     while not state.over:

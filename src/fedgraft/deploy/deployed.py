@@ -50,7 +50,7 @@ def parse_config(text: str) -> Config:
 
 @dataclass(frozen=True)
 class OwnData(FederatedData):
-    """A node's own data: its client has all of it, whatever its number."""
+    """A node's own data: its one client has all of it, whatever its number."""
 
     rows_known = others_known = False
 
@@ -71,7 +71,10 @@ def load_own(source: str, path: str) -> Dataset:
 
 
 def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> OwnData:
-    """Return a node's own data under the federation's classes, with the config's share held out for validation."""
+    """Return a node's own data, with labels by the federation's classes and the config's share held out for validation.
+
+    `source` is the format of `path`, empty: detected; `classes` empty: the data's own.
+    """
     dataset = renamed(load_own(source, path), config.data.class_map)
     if classes:
         dataset = Dataset(dataset.name, dataset.train.named(classes), dataset.test.named(classes))
@@ -92,9 +95,13 @@ def remote_data(
     source: str = "",
     classes: Sequence[str] = (),
 ) -> RemoteData:
-    """Return the server's view of nodes that bring their own data; `facts` are what each client reported of it.
+    """Return the server's view of nodes that bring their own data.
 
-    The classes are those of the server's own data, otherwise `classes`, otherwise all that nodes reported.
+    Args:
+        facts: by client, what its node reported: `examples`, `classes`, `data` (a digest).
+        server_data: path of the server's own images; empty: it has none.
+        source: the format of that path.
+        classes: names of the classes where the server has no images; empty: all that nodes reported.
     """
     if server_data:
         if not source and config.data.source in _SOURCES_WITH_FORMAT:
@@ -161,7 +168,11 @@ def wait_for_clients(
 ) -> RunSetup:
     """Wait for the nodes; return the setup of a run on their data, or on the config's own if they bring none.
 
-    Without a `secret` nothing is trained: the setup is that of an evaluation.
+    Args:
+        engine: the Flower engine; nodes that do not fit are left out of its registry.
+        server_data, source: the server's own images and their format.
+        classes: names of the classes, where they are known already.
+        secret: the run's; None: nothing is trained, the setup is that of an evaluation.
     """
     engine.gather()
     facts: dict[int, Mapping[str, Any]] = engine.registry.facts
@@ -201,6 +212,7 @@ def _leave_out_misspelled_classes(engine: Any) -> None:
     advice = odd_names({client: reported["classes"] for client, reported in engine.registry.facts.items()})
 
     def reason(reported: Mapping[str, Any]) -> str:
+        """Return the advice for a node that alone spells a class so, or ""."""
         for name in reported["classes"]:
             if name in advice:
                 return advice[name]
@@ -217,9 +229,13 @@ def run_deployed(
     source: str = "",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Wait for nodes, then do what `fedgraft run` does, with clients on other machines; return the summary."""
+    """Wait for nodes, then do what `fedgraft run` does, with clients on other machines; return the summary.
+
+    `engine` is the Flower engine; `server_data` are the server's own images, `source` their format.
+    """
 
     def build(secret: bytes) -> tuple[RunSetup, Remote]:
+        """Return the setup, once the nodes are there, and the engine; publish the limit for the size of responses."""
         setup = wait_for_clients(config, engine, server_data, source, secret=secret)
         network = setup.task.network
         parameters = sum(parameter.numel() for parameter in network.parameters())

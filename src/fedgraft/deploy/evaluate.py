@@ -48,7 +48,11 @@ class EvaluationPlan:
 
 
 def plan_evaluation(config: Config, model: Path, folder: Path) -> EvaluationPlan:
-    """Return how a model is evaluated in a federation of this config; refuse a folder that holds no model."""
+    """Return the config under which nodes evaluate a model, and the folder of the result.
+
+    `model` is a run folder or an exported model; a run of the federation's own config is evaluated as it is, any other
+    model with every weight trainable. A folder that holds no model is refused.
+    """
     if is_run_of(config, model):
         return EvaluationPlan(from_folder(model), model.absolute())
     predictor(model)  # refuses what is no model, before any node is asked
@@ -72,7 +76,11 @@ def is_run_of(config: Config, model: Path) -> bool:
 def evaluate_on_nodes(
     config: Config, folder: Path, engine: Any, model: str = "", metrics: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Evaluate a model on every connected node; return its metrics by client and pooled, and who refused and why."""
+    """Evaluate a model on every connected node; return its metrics by client and pooled, and who refused and why.
+
+    `model` is the path of a run or an exported model, `metrics` are names (empty: the config's, else
+    `DEFAULT_METRICS`). The result is written to evaluation.json in `folder`.
+    """
     metric_names = tuple(metrics) or config.metrics or DEFAULT_METRICS
     if is_run_of(config, Path(model)):
         setup, opened, state = _open_run_model(config, engine, Path(model))
@@ -104,7 +112,10 @@ def evaluate_on_nodes(
 
 
 def _open_run_model(config: Config, engine: Any, model: Path) -> tuple[RunSetup, OpenRun, ServerState]:
-    """Open the delivered model of a run in its own edit space, or the personal models if its clients have them."""
+    """Wait for the nodes and open a run's delivered model in its own edit space, or its clients' personal models.
+
+    The clients' steps of memory go into the engine. Raises if the run has no checkpoint that can be sent.
+    """
     latest = checkpoint.load_latest(model / "checkpoints", config.digest)
     if latest is None or latest.meta.get("personal"):
         raise FedgraftError(
@@ -124,7 +135,10 @@ def _open_run_model(config: Config, engine: Any, model: Path) -> tuple[RunSetup,
 
 
 def _open_foreign_model(config: Config, engine: Any, model: Predictor) -> tuple[RunSetup, OpenRun, ServerState]:
-    """Open all weights of any model; refuse one of other classes or other preprocessing than the nodes'."""
+    """Wait for the nodes and open all weights of any model as the edit space.
+
+    A model of other classes or other preprocessing than the nodes' is refused.
+    """
     setup = wait_for_clients(config, engine, classes=model.classes)
     federation_classes = setup.task.data.dataset.classes
     if tuple(federation_classes) != tuple(model.classes):

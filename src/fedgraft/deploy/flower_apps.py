@@ -45,7 +45,10 @@ _worker: NodeWorker | None = None  # of a simulation
 
 
 def _carry_out(worker_request: WorkerRequest, slots: Slots) -> WorkerResponse:
-    """Let the node's worker carry out a request; in a simulation this process is the worker."""
+    """Let the node's worker process carry out a request and return its answer.
+
+    In a simulation this process is the worker, and `slots` hold the client's memory.
+    """
     simulated = 'engine = "flower-sim"' in worker_request.config
     if NODE_STATE_VARIABLE in os.environ or not simulated:  # a node with a key never simulates
         return ask_worker(worker_request)
@@ -127,6 +130,7 @@ def _registered_members(federation: str) -> Callable[[], dict[int, int]] | None:
         return None
 
     def query_members() -> dict[int, int]:
+        """Return the client number of each registered node, by asking the SuperLink."""
         from fedgraft.deploy.coordinator import connect_control
         from fedgraft.deploy.folder import open_federation
 
@@ -160,10 +164,11 @@ def run_simulation(config: Config, folder: Path, progress: Progress | None = Non
     errors: list[BaseException] = []
 
     def main(grid: Any, context: Any) -> None:
+        """Run the task and keep its summary, or its error: Flower would only report that there was one."""
         try:
             summaries.append(_run_task(grid, settings, progress))
         except BaseException as error:
-            errors.append(error)  # Flower would only report that there was one
+            errors.append(error)
 
     try:
         run_flower_simulation(server_app(main), client_app(_carry_out, settings), config.partition.clients)

@@ -135,7 +135,13 @@ class FederationFolder:
 def create_federation(
     path: Path, config: Config, names: Sequence[str], host: str, one_machine: bool = False
 ) -> FederationFolder:
-    """Write the folder of a new federation and return it; refuse a folder that is not empty."""
+    """Write the folder of a new federation and return it; refuse a folder that is not empty.
+
+    Args:
+        names: of the nodes, by client number.
+        host: by which nodes reach the server.
+        one_machine: all nodes are on this machine and can read the config's data.
+    """
     _check_names(names)
     _check_host(host)
     check_config(config, len(names), one_machine)
@@ -208,7 +214,8 @@ def read_rounds(folder: Path) -> list[dict[str, Any]]:
 def describe_contributions(rounds: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
     """Return a text for each client: in which rounds its update is, and why it missed the last one it missed.
 
-    None if no round records its clients: under differential privacy participation is not disclosed.
+    `rounds` are lines of metrics.jsonl. None if no round records its clients: under differential privacy participation
+    is not disclosed.
     """
     contributed: dict[int, list[int]] = {}
     missed: dict[int, str] = {}

@@ -83,7 +83,10 @@ def may_access(path: str, client: tuple[str, int] | None, server: tuple[str, int
 
 
 def superlink() -> None:
-    """Run Flower's SuperLink with its control interface closed to other machines."""
+    """Run Flower's SuperLink in this process, with its control interface closed to other machines.
+
+    Functions of Flower are replaced in place: limits on sizes, detection of lost requests, a faster SuperExec.
+    """
     from flwr.server.superlink.linkstate import in_memory_linkstate, sql_linkstate
     from flwr.superlink import extensions
     from flwr.superlink.servicer.fleet import fleet_handlers
@@ -107,10 +110,11 @@ def superlink() -> None:
 
 
 def explain_key_in_use(activate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Flower's handler that admits a node; it explains why a registered key is refused."""
+    """Return Flower's handler `activate`, which admits a node, with a reason where a registered key is refused."""
     from flwr.supercore.error import FlowerError
 
     def activate_node(request: Any, state: Any) -> Any:
+        """Admit a node, or raise Flower's error with the reason if its key is registered."""
         try:
             return activate(request=request, state=state)
         except FlowerError as error:
@@ -129,10 +133,11 @@ def retry_while_key_in_use(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Callable[[Any, Any], Any]:
-    """Return Flower's call that connects a node; it is repeated while the key of a restarted node is in use."""
+    """Return Flower's call `activate`, which connects a node, repeated while the key of a restarted node is in use."""
     import httpx
 
     def connect(client: Any, request: Any) -> Any:
+        """Connect the node; try again each second while its key counts as in use, up to `KEY_IN_USE_SECONDS`."""
         deadline = clock() + KEY_IN_USE_SECONDS
         while True:
             try:
@@ -163,7 +168,10 @@ def same_app(content: bytes, expected: Mapping[str, str]) -> bool:
 
 
 def supernode() -> None:
-    """Run Flower's SuperNode so that it refuses every app but that of the installed fedgraft."""
+    """Run Flower's SuperNode in this process so that it refuses every app but that of the installed fedgraft.
+
+    Functions of Flower are replaced in place: limits on sizes, shorter pauses, a faster SuperExec.
+    """
     from flwr.supercore import heartbeat
     from flwr.supercore.retry import http_retry
     from flwr.supernode import fleet_http_connection as connection
@@ -195,10 +203,14 @@ def supernode() -> None:
 
 
 def _pull_guarded(loop: Any, pull: Callable[..., int | None], pacer: PollPacer) -> Callable[..., int | None]:
-    """Return Flower's function that fetches a request; it verifies every app and refuses requests over the limit."""
+    """Return Flower's function `pull`, which fetches a request, with apps verified and the size limited.
+
+    `loop` is Flower's module of the node's loop; the pacer is told of every request.
+    """
     limit = limits.request_limit(Path(os.environ.get(NODE_STATE_VARIABLE, ".")).parent / "policy.toml")
 
     def pull_and_store(**arguments: Any) -> int | None:
+        """Fetch the next request, or refuse one over the limit; return its run, None without a request."""
         get_fab = arguments["get_fab"]
 
         def get_fab_to_verify(digest: str, run: int) -> Any:

@@ -54,7 +54,10 @@ class PollPacer:
 
 
 def superexec() -> None:
-    """Run Flower's SuperExec, which starts a process per message and per run, so that it forks them instead."""
+    """Run Flower's SuperExec in this process so that it forks the processes that it starts per message and per run.
+
+    Functions of Flower are replaced in place.
+    """
     from flwr.supercore.cli import flower_superexec
     from flwr.supercore.superexec import run_superexec as loop
     from flwr.supercore.superexec.executor import subprocess_executor as executor
@@ -63,6 +66,7 @@ def superexec() -> None:
     loaded = {"flwr-clientapp": _load_command("flwr-clientapp")}
 
     def start(arguments: Sequence[str], **options: Any) -> None:
+        """Start a command of Flower: in a fork if its modules are loaded here, else in a new process."""
         name = arguments[0]
         pacer.note_work()
         if name in loaded:
@@ -75,6 +79,7 @@ def superexec() -> None:
             subprocess.Popen(arguments, **options)
 
     def collect_ended(self: Any) -> None:
+        """Collect children that have ended, so that none stays a zombie."""
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -93,7 +98,10 @@ def _load_command(name: str) -> Callable[[], None]:
 
 
 def _fork(arguments: Sequence[str], command: Callable[[], None], silent: bool) -> None:
-    """Run a command of Flower in a forked child, which has its modules loaded already."""
+    """Run a command of Flower in a forked child, which has its modules loaded already; return in the parent at once.
+
+    `arguments` become the child's `sys.argv`; `silent`: its output is dropped.
+    """
     if os.fork():
         return
     if silent:

@@ -50,6 +50,7 @@ class InFlightTracker:
         """Return Flower's handler that admits a node, noting that its earlier request died with its process."""
 
         def activate_node(request: Any, state: Any) -> Any:
+            """Admit a node; its earlier request, if any, counts as abandoned."""
             response = activate(request=request, state=state)
             self.node_polled(response.node_id)
             return response
@@ -61,6 +62,7 @@ class InFlightTracker:
         from flwr.common.serde import message_from_proto
 
         def pull_messages(request: Any, state: Any, store: Any) -> Any:
+            """Give a node its next request; its earlier one without a response counts as abandoned."""
             node = request.node.node_id
             self.node_polled(node)
             response = pull(request=request, state=state, store=store)
@@ -74,6 +76,7 @@ class InFlightTracker:
         """Return Flower's method that collects the responses to a run's requests, with errors for lost requests."""
 
         def get_message_res(state: Any, message_ids: set[str], run_id: int) -> list[Any]:
+            """Return the responses that have come, with an error in place of each abandoned request's."""
             abandoned = message_ids & self.abandoned  # before collecting: a response sent before the poll is there now
             responses = get_responses(state, message_ids=message_ids, run_id=run_id)
             for response in responses:
@@ -102,9 +105,10 @@ def lost_response(request: Any) -> Any:
 
 
 def push_or_give_up(push: Callable[..., None], sleep: Callable[[float], None] = time.sleep) -> Callable[..., None]:
-    """Return Flower's function that waits for a node's answer and sends it; it gives up if no process works on one."""
+    """Return Flower's function `push`, which sends a node's answer, changed to give up if no process works on one."""
 
     def push_messages(*, state: Any, object_store: Any, **arguments: Any) -> None:
+        """Wait for a complete answer and send it; discard it if the process that works on it has ended."""
         while not _answer_complete(state, object_store):
             unfinished = state.get_tasks(statuses=list(_UNFINISHED))
             if not unfinished and not _answer_complete(state, object_store):  # it may have completed in between

@@ -270,7 +270,10 @@ def _certificate(
     days: int,
     extensions: list[tuple[Any, bool]],
 ) -> Any:
-    """Return a signed certificate; each extension comes with whether it is critical."""
+    """Return a certificate of the key `owner` for `subject`, signed by the key `signer` of `issuer`, valid for `days`.
+
+    Each extension comes with whether it is critical.
+    """
     x509, hashes, _, _ = _crypto()
     begin = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=5)  # clocks differ a little
     builder = (

@@ -84,7 +84,10 @@ def response_too_large(limit: int) -> str:
 
 
 def too_large(tree: Any, limit: int) -> bool:
-    """Return whether a message of these objects may exceed the limit; walk no more of it than needed."""
+    """Return whether a message of this tree of objects may exceed the limit in bytes.
+
+    Walk no more of it than needed.
+    """
     most_objects = -(-limit // CHUNK) + EXTRA_OBJECTS
     return any(number > most_objects for number, _ in enumerate(_walk(tree), 1))
 
@@ -104,11 +107,15 @@ _REPLACEMENT = b"an array over the limit"  # not a valid message, so that its re
 
 
 def bound_arrays(limit: int) -> None:
-    """From now on build no array over the limit in this process: one chunk may be repeated a million times in it."""
+    """From now on build no Flower array over `limit` bytes in this process: a larger one becomes an invalid message.
+
+    One chunk may be repeated a million times in an array. Flower's class is changed in place.
+    """
     from flwr.app.message.array import Array
     from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_children_ids_from_object_content
 
     def inflate(cls: Any, object_content: bytes, children: Any = None) -> Any:
+        """Return the array of these chunks, or a replacement that no reader accepts if it is over the limit."""
         header = json.loads(get_object_body(object_content, cls))
         objects = children or {}
         ids = get_object_children_ids_from_object_content(object_content)
@@ -158,7 +165,10 @@ class RequestSizeLimit:
 
 
 def limit_responses(push: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Flower's handler that accepts a response; one over the limit is replaced by an error before it is sent."""
+    """Return Flower's handler `push`, which accepts a response, with an error in place of one over the limit.
+
+    The response is not received then.
+    """
     from flwr.app import Error
     from flwr.app.message import make_message
     from flwr.common.serde import message_from_proto
@@ -166,6 +176,7 @@ def limit_responses(push: Callable[..., Any]) -> Callable[..., Any]:
     from flwr.supercore.inflatable.inflatable_object import get_object_tree
 
     def push_messages(request: Any, state: Any) -> Any:
+        """Accept a node's response, or store an error for the run if it announces more than the published limit."""
         limit = published_response_limit()
         if not request.messages_list or not too_large(request.message_object_trees[0], limit):
             return push(request=request, state=state)
@@ -191,9 +202,13 @@ class RequestTooLarge(Exception):
 
 
 def limit_requests(receive: Callable[[], Any], limit: int) -> Callable[[], Any]:
-    """Return a node's function that polls for a request; one over the limit is refused before it is fetched."""
+    """Return a node's function `receive`, which polls for a request, so that one over the limit is not fetched.
+
+    It raises `RequestTooLarge` then.
+    """
 
     def receive_limited() -> Any:
+        """Poll for a request; raise `RequestTooLarge` if it announces more than the limit."""
         received = receive()
         if received is not None:
             message, tree = received[:2]
@@ -205,10 +220,12 @@ def limit_requests(receive: Callable[[], Any], limit: int) -> Callable[[], Any]:
 
 
 def limit_http_responses(client: Any, most: int = BODY) -> Any:
-    """Return Flower's HTTP client, which disconnects from a response that is longer than one object."""
+    """Return Flower's HTTP client, changed in place to disconnect from a response of more than `most` bytes."""
     import httpx
 
     class LimitedStream(httpx.SyncByteStream):
+        """The body of a response, of which no more than `most` bytes are read."""
+
         def __init__(self, stream: Any) -> None:
             self.stream = stream
 
@@ -227,6 +244,7 @@ def limit_http_responses(client: Any, most: int = BODY) -> Any:
     handle_request = transport.handle_request
 
     def handle_limited(request: Any) -> Any:
+        """Return the response to a request, with the length of its body limited."""
         response = handle_request(request)
         response.stream = LimitedStream(response.stream)
         return response

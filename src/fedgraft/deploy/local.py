@@ -42,7 +42,7 @@ LocalNode = tuple[NodeOptions, subprocess.Popen[bytes]]
 
 
 class LocalFederation:
-    """A federation whose server and nodes are processes of this machine."""
+    """A federation whose server and nodes are processes of this machine; `local_federation` makes it."""
 
     def __init__(self, folder: FederationFolder, nodes: dict[int, LocalNode]) -> None:
         self.folder = folder
@@ -78,9 +78,10 @@ def _same_address(address: str, certificates: Path) -> str:
 
 @contextmanager
 def local_federation(config: Config, route: Callable[[str, Path], str] = _same_address) -> Iterator[LocalFederation]:
-    """Start server and nodes for a config's clients, and end them all afterwards, whatever happens.
+    """Start server and nodes for a config's clients in a temporary folder; end and delete all afterwards.
 
-    `route` may return another address by which nodes reach the server, such as that of a proxy that counts bytes.
+    `route(address, certificates)` may return another address by which nodes reach the server, such as that of a proxy
+    that counts bytes.
     """
     root = Path(tempfile.mkdtemp(prefix="fedgraft-local-"))
     names = [f"node-{number}" for number in range(config.partition.clients)]
@@ -108,7 +109,10 @@ def local_federation(config: Config, route: Callable[[str, Path], str] = _same_a
 def run_local_federation(
     config: Config, folder: Path, progress: Progress, echo: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run a config on a local federation, report its progress, and return its summary."""
+    """Run a config on a local federation, report its progress, and return its summary.
+
+    `folder` is the run's; `echo` prints a line.
+    """
     from fedgraft.runs.folder import RunFolder
 
     echo(f"starting a server and {config.partition.clients} nodes on this machine")
@@ -129,7 +133,10 @@ def run_local_federation(
 def follow_run(
     federation: FederationFolder, run: int, folder: Path, total: int, progress: Progress
 ) -> tuple[RunState, str]:
-    """Report a run's rounds as they are written; return its final status and the reason once it has ended."""
+    """Report a run's rounds to `progress` as they are written to its folder, until it has ended.
+
+    Return its final status and the reason. `run` is its id, `total` its number of rounds.
+    """
     from fedgraft.core.files import read_metrics
 
     reported: int | None = None  # the last round that was reported; None until the run has its folder

@@ -51,7 +51,7 @@ log = logging.getLogger("fedgraft")
 
 
 class NodeRun:
-    """One machine's part in one run: its setup, its policies, and the edit space once the server has opened it."""
+    """One machine's part in one run: its setup, its policies, and the edit space once the server has sent it."""
 
     def __init__(self, worker_request: WorkerRequest) -> None:
         torch.set_num_threads(1)
@@ -75,7 +75,7 @@ class NodeRun:
         self.setup = setup_of(config, data, for_training=False)
         self.opened: OpenRun | None = None
         self.digest = ""
-        """Digest of the opened edit space; empty before there is one."""
+        """Digest of the tensors of the edit space that the server sent; empty before."""
         self.run_fingerprint = fingerprint_of_run(self.config, worker_request.classes, b"")
 
     def _read_owner_policy(self) -> Policy | None:
@@ -92,7 +92,10 @@ class NodeRun:
             self.policies = agreed_policies(self.config, owner_policy, self.task)
 
     def answer(self, worker_request: WorkerRequest, slots: MutableMapping[str, bytes]) -> WorkerResponse:
-        """Carry out one request; the client's memory is on disk before the response leaves."""
+        """Carry out one request and return the packed response; `slots` hold the client's memory.
+
+        The new memory, ledger and identity are on disk before the response leaves.
+        """
         self._refresh_policies()
         request = replace(unpack(Request, worker_request.request), client=self.client)
         if worker_request.digest != self.digest:
@@ -120,7 +123,10 @@ class NodeRun:
     def _store_permanent(
         self, state: NodeState, request: Request, memory: ClientMemory, previous: dict[str, Tensor]
     ) -> ClientMemory:
-        """Store the part of a new memory that must never go back, and return the rest."""
+        """Store the part of a new memory that must never go back in the node's state, and return the rest.
+
+        `previous` is that part as it was; peers that the request made known are recorded in the audit log.
+        """
         permanent = {}
         rest = {}
         for name, tensor in memory.items():
@@ -133,7 +139,10 @@ class NodeRun:
         return rest
 
     def _open_space(self, worker_request: WorkerRequest) -> None:
-        """Open the edit space that the server sent; refuse one that does not fit the network."""
+        """Open the edit space from the tensors that the server sent; refuse tensors that do not fit the network.
+
+        The head and, with adapters, the network are changed in place.
+        """
         if hashlib.blake2b(worker_request.opened, digest_size=12).hexdigest() != worker_request.digest:
             raise FedgraftError(
                 "E-DEPLOY-SPACE-DIGEST",
@@ -199,10 +208,11 @@ def fingerprint_of_run(config: Config, classes: Sequence[str], opened: bytes) ->
 
 
 def agreed_policies(config: Config, owner: Policy | None, task: str = "") -> tuple[Policy, ...]:
-    """Return the policies of a run: what its config implies and the owner's; refuse a config that breaks the owner's.
+    """Return the policies of a run: what its config implies, and the owner's (None: there is none).
 
-    An evaluation trains nothing, so the owner's rules apply to its requests and not to its config. Of a private run it
-    is allowed only if the owner says so, because no noise covers it.
+    A config that breaks the owner's policy is refused. `task` "evaluate" trains nothing, so the owner's rules apply to
+    its requests and not to its config; of a private run it is allowed only if the owner says so, because no noise
+    covers it.
     """
     algorithm = build_algorithm(config)
     if not task:
@@ -239,7 +249,7 @@ def run_key(worker_request: WorkerRequest) -> RunKey:
 
 
 class NodeWorker:
-    """Carries out the requests of one process; keeps the latest runs in memory."""
+    """Carries out the requests of one node process; the latest `capacity` runs stay in memory."""
 
     def __init__(self, capacity: int = 3) -> None:
         self.capacity = capacity
@@ -263,7 +273,7 @@ class NodeWorker:
     def _answer_and_audit(
         self, worker_request: WorkerRequest, slots: MutableMapping[str, bytes] | None
     ) -> WorkerResponse:
-        """Answer a request and record the answer, or the reason why there is none."""
+        """Answer a request and record the answer, or the reason why there is none, in the audit log."""
         try:
             answer = self._answer(worker_request, slots)
         except Refused as refusal:
@@ -278,7 +288,10 @@ class NodeWorker:
         return answer
 
     def _answer(self, worker_request: WorkerRequest, slots: MutableMapping[str, bytes] | None) -> WorkerResponse:
-        """Answer a request: a greeting, a preflight, or one of a run."""
+        """Return the answer to a greeting, to a preflight, or to a request of a run.
+
+        `slots` hold the client's memory; None: on disk. After an error the run is built anew for the next request.
+        """
         if worker_request.task == preflight.ACTION:
             # Before a policy agrees to a run, and also of images that no run could read.
             if not worker_request.request:

@@ -33,7 +33,7 @@ FIRST_USE = "trusted_on_first_use"
 
 @dataclass(frozen=True)
 class NodeState:
-    """The permanent files of one node."""
+    """The permanent files of one node, in its folder `home` beside its key; they never go back to an earlier state."""
 
     home: Path
 
@@ -63,7 +63,10 @@ class NodeState:
         return parse(path.read_text(), str(path))
 
     def load(self, client: int) -> dict[str, Tensor]:
-        """Return the permanent memory; refuse a ledger of another client number, because a key is bound to one."""
+        """Return the permanent memory of the node: its ledger's tensors and its identity.
+
+        A ledger of another client number is refused, because a key is bound to one.
+        """
         permanent = self._read_ledger(client)
         identity = self._identity(permanent)
         return permanent | {"identity": as_tensor(identity.to_bytes())}

@@ -80,7 +80,7 @@ def answer_preflight(worker_request: WorkerRequest, request: Request) -> bytes:
 
 
 def _authorize(request: Request, config: Config, policy: Policy, ledger: bytes) -> bytes:
-    """Return the ledger with this request counted; refuse it if the owner's rules do not allow it."""
+    """Return the ledger with this request counted; raise `Refused` if the owner's rules do not allow it."""
     if request.action != ACTION:  # the rules apply to what is reported, not to the name in the request
         raise Refused(f"a preflight was requested under the name {request.action[:40]!r}", "actions")
     if request.run != config.digest or not policy.agrees(config.fingerprint):
@@ -104,7 +104,11 @@ def _report_facts(
     identity: Identity,
     private: bytes,
 ) -> dict[str, Any]:
-    """Return the facts of the node's images, and the tags of its images for each peer."""
+    """Return the facts of the node's images, and the tags (keyed hashes) of its images for each peer.
+
+    `keys` are the signed keys of all nodes as JSON, `private` is this node's key of the preflight. `identity` pins new
+    peers.
+    """
     minimum = MINIMUM
     if policy is not None:
         minimum = max(MINIMUM, policy.least_images)
@@ -254,7 +258,12 @@ _IMAGE_FACT_LENGTHS = {"width": 3, "height": 3, "intensity": 2, "colours": 3}  #
 
 
 def _validate_answer(data: bytes, kind: str) -> dict[str, Any]:
-    """Return an answer of the form that fedgraft sends; raise on any other, because a node may send anything."""
+    """Return a node's answer if it has the form that fedgraft sends.
+
+    Raise on any other, because a node may send anything.
+
+    `kind` is the expected form, "key" or "facts".
+    """
     answer = json.loads(data)
     if kind == "key":
         bytes.fromhex(answer["key"])

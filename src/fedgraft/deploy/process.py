@@ -90,9 +90,12 @@ def spawn(
     bound: bool = False,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process whose output goes to a log, in a session of its own, so that Ctrl-C here does not reach it.
+    """Start a process whose output is appended to a log, in a session of its own (Ctrl-C here does not reach it).
 
-    A gate that is `bound` ends by itself when this process has ended, for whatever reason.
+    Args:
+        home: Flower's private folder.
+        bound: a gate ends by itself when this process has ended, for whatever reason.
+        variables: further environment variables.
     """
     log.touch(mode=0o600)
     environment = flower_environment(home)
@@ -249,7 +252,10 @@ def _descendants(pid: int) -> list[ProcessId]:
 
 
 def _process_table(pid: int | None = None) -> dict[int, tuple[int, int]]:
-    """Return parent and start time of every running process, or of one; from `ps` where there is no /proc."""
+    """Return (parent, start time) of every running process by its number, or of one; zombies are left out.
+
+    It comes from /proc, or from `ps` where that does not exist.
+    """
     if not (PROC / "self").exists():
         return _process_table_from_ps(pid)
     if pid is not None:

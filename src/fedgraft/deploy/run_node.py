@@ -136,7 +136,10 @@ class NodeOptions:
 
 
 def run_node(options: NodeOptions, echo: Callable[[str], None]) -> None:
-    """Run a node until it is interrupted; raise the reason if it ends by itself."""
+    """Run a node in a child process until it is interrupted; raise the reason if it ends by itself.
+
+    `echo` prints the messages for the owner that its log stands for.
+    """
     options.check()
     process = options.start()
     identity = processes.process_id(process)

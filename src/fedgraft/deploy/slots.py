@@ -24,7 +24,7 @@ _OTHER_SLOT = {"a": "b", "b": "a"}
 
 
 class DiskSlots(MutableMapping[str, bytes]):
-    """A client's memory slots as files that only this user can read."""
+    """A client's memory slots "a" and "b" as files that only this user can read, for one run and client."""
 
     def __init__(self, worker_request: WorkerRequest) -> None:
         home = cache_dir() / "node"
@@ -66,7 +66,10 @@ class DiskSlots(MutableMapping[str, bytes]):
 
 
 def load_memory(slots: MutableMapping[str, bytes], step: int, client: int) -> tuple[ClientMemory, str]:
-    """Return a client's memory of this step, and the slot that the next step overwrites."""
+    """Return a client's memory of this step (0: none yet), and the slot that the next step overwrites.
+
+    A step that is in neither slot is an error.
+    """
     if step == 0:
         return {}, "a"
     latest_step = 0

@@ -126,9 +126,17 @@ def calibrate(
 ) -> Calibration:
     """Choose round(density * total) coordinates by the scores of `score_round(1)`, `score_round(2)`, ...
 
-    `weights` are the live tensors that the scores are computed with; progressive calibration scales them in place
-    while scores are computed. `rule` is passed to `choose` (threshold, floor, order, block_of). Magnitude and random
-    scores do not depend on the data, so they are computed once whatever the mode.
+    Args:
+        score_round: returns the scores of all maskable tensors in a calibration round, counted from 1.
+        strategy: name in `STRATEGIES`.
+        density: share of the coordinates that is trained.
+        mode: number of rounds, and how the mask shrinks.
+        scope: which tensors and rows the mask may touch; None: all that are scored.
+        weights: the live tensors that the scores are computed with; progressive calibration scales them in place while
+            scores are computed.
+        rule: passed to `choose` (threshold, floor, order, block_of).
+
+    Magnitude and random scores do not depend on the data, so they are computed once whatever the mode.
     """
     strategy_rule = strategy_named(strategy)
     if strategy_rule.scores is not None:
@@ -137,6 +145,7 @@ def calibrate(
     rule["largest"] = strategy_rule.largest
 
     def restrict(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the part of these tensors that the mask may touch."""
         if scope is None:
             return dict(tensors)
         return scope.restrict(tensors)
@@ -188,7 +197,8 @@ def _shrink(
 ) -> tuple[Mapping[str, Tensor], Mask, tuple[int, ...]]:
     """Return the first round's scores, the last mask and the coordinates left after each progressive round.
 
-    Each round chooses among the remaining coordinates only, so an excluded one cannot return.
+    `weights` are the live tensors that are scaled between rounds, `rule` are options of `choose`. Each round chooses
+    among the remaining coordinates only, so an excluded one cannot return.
     """
     if weights is None and mode.soft != 1 and mode.rounds > 1:
         raise FedgraftError(

@@ -104,10 +104,16 @@ def choose(
 ) -> Mask:
     """Return the mask of exactly k = round(density * total) coordinates with the smallest (or largest) scores.
 
-    `threshold` compares scores over the whole model (`global`) or first divides k by size (`per_tensor`,
-    `per_block`). `floor` is a minimum fraction of every tensor, taken from the same budget, so the total stays k.
-    Ties are broken by name and position (`index`) or by a hash of both (`hash`). `among` restricts the choice to
-    eligible coordinates; the others are never chosen, whatever their score.
+    Args:
+        scores: one score per coordinate, by tensor name.
+        density: share of all coordinates to choose; or give `k`, their number.
+        largest: choose the largest scores.
+        threshold: compares scores over the whole model (`global`) or first divides k by size (`per_tensor`,
+            `per_block`).
+        block_of: returns the block of a tensor's name, for `per_block`.
+        floor: a minimum fraction of every tensor, taken from the same budget, so the total stays k.
+        order: ties are broken by name and position (`index`) or by a hash of both (`hash`).
+        among: eligible coordinates, bool by name; the others are never chosen, whatever their score. None: all.
     """
     total = sum(tensor.numel() for tensor in scores.values())
     count = coordinate_budget(total, density, k)
@@ -132,7 +138,11 @@ def choose(
 
 
 class _Pool:
-    """The tensors that share one threshold, concatenated in order of name."""
+    """The scores of the tensors that share one threshold, concatenated in order of name.
+
+    `values` are the scores, negated where the largest are wanted, `eligible` says which may be chosen (None: all),
+    `room` how many.
+    """
 
     def __init__(
         self,
@@ -173,7 +183,10 @@ class _Pool:
             self.room = int(self.eligible.sum())
 
     def pick(self, share: int, floor: float) -> dict[str, Tensor]:
-        """Return the masks of the best `share` coordinates, of which every tensor gets its floor first."""
+        """Return the masks (by name) of the best `share` coordinates, of which every tensor gets its floor first.
+
+        Can be called once: it marks the floor's coordinates as no longer eligible.
+        """
         least = [math.ceil(floor * size - 1e-9) for size in self.sizes]
         if sum(least) > share:
             raise FedgraftError(
@@ -199,7 +212,7 @@ class _Pool:
         return masks
 
     def _best(self, begin: int, end: int, count: int) -> Bools:
-        """Mark the `count` smallest eligible values between two positions."""
+        """Return bools for the pool's positions begin..end that mark the `count` smallest eligible values."""
         inside: slice | Bools = slice(None)
         if self.eligible is not None:
             inside = self.eligible[begin:end]
@@ -225,7 +238,7 @@ class _Pool:
         return chosen
 
     def _tie_keys(self, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Return a 64-bit hash of tensor name and position inside the tensor, for each position of the pool."""
+        """Return a 64-bit hash of (tensor name, position inside the tensor) for each of these positions of the pool."""
         ends = np.cumsum(self.sizes)
         tensor = np.searchsorted(ends, positions, side="right")
         seeds = np.array([derive(0, "tie", name) for name in self.names], dtype=np.uint64)
@@ -239,7 +252,10 @@ class _Pool:
 def _smallest(
     values: NDArray[Any], count: int, keys: Callable[[NDArray[np.int64]], NDArray[np.uint64]] | None = None
 ) -> Bools:
-    """Mark exactly `count` values: all below the count-th smallest, then ties with it by key, or by position."""
+    """Return bools that mark exactly `count` values: all below the count-th smallest, then ties with it.
+
+    `keys` returns the order of tied values from their indices; None: by position.
+    """
     if count == 0:
         return np.zeros(len(values), dtype=bool)
     limit = np.partition(values, count - 1)[count - 1]
@@ -253,7 +269,10 @@ def _smallest(
 
 
 def _groups(names: Sequence[str], threshold: str, block_of: Callable[[str], Any] | None) -> list[list[str]]:
-    """Return the groups of tensors that share one threshold."""
+    """Return the groups of tensor names that share one threshold.
+
+    `threshold` is "global", "per_tensor" or "per_block"; for the last `block_of` returns the block of a name.
+    """
     if not names:
         raise FedgraftError("E-EDIT-NO-SCORES", "there are no scores to choose from", "select at least one parameter")
     if threshold == "global":
@@ -280,7 +299,10 @@ def _groups(names: Sequence[str], threshold: str, block_of: Callable[[str], Any]
 
 
 def _allocate(count: int, sizes: Sequence[int], room: Sequence[int]) -> list[int]:
-    """Divide `count` among groups by size: integer parts first, then the largest remainders, within their room."""
+    """Return how many of `count` coordinates each group gets, by size, at most its `room`.
+
+    Integer parts first, then the largest remainders.
+    """
     total = sum(sizes)
     if count > sum(room):
         raise FedgraftError(

@@ -63,6 +63,7 @@ class Dense:
         self.check(network)
 
         def included(name: str) -> bool:
+            """Return whether this parameter is trained: selected, and not in a frozen early block."""
             if not is_head(network, name) and frozen_early(network, name, self.freeze_blocks):
                 return False
             return self.selected(network, name)
@@ -92,6 +93,7 @@ def last_blocks(blocks: Count = 2, head: bool = True) -> Dense:
     """Train the last `blocks` blocks and the final norm, with or without the head."""
 
     def selected(network: Network, name: str) -> bool:
+        """Return whether a parameter lies in the last blocks, the final norm or, if wanted, the head."""
         if is_head(network, name):
             return head
         return network.block_of(name) >= network.depth - blocks

@@ -142,7 +142,7 @@ def _bits(part: Part) -> Tensor:
 
 
 def _rebuild(description: dict[str, Any], tensors: dict[str, Tensor]) -> Edit:
-    """Return the edit of a description and its tensors; raise ValueError if they are inconsistent."""
+    """Return the edit of a file's JSON description and its tensors; raise ValueError if they are inconsistent."""
     if description["format"] != FORMAT or set(tensors) != {"values", "masks"}:
         raise ValueError(f"its format is not {FORMAT}")
     masks = tensors["masks"]
@@ -172,7 +172,10 @@ def _rebuild(description: dict[str, Any], tensors: dict[str, Tensor]) -> Edit:
 
 
 def _values(stored: Tensor, exponent: Any) -> Tensor:
-    """Return the stored values as float32."""
+    """Return the stored values as float32.
+
+    `exponent` is the power of two taken out of float16 values, 0 for float32.
+    """
     if stored.dtype == torch.float32 and exponent == 0:
         return stored
     if stored.dtype != torch.float16 or type(exponent) is not int or abs(exponent) > 300:
@@ -181,7 +184,11 @@ def _values(stored: Tensor, exponent: Any) -> Tensor:
 
 
 def _part(entry: Any, masks: Tensor, begin: int) -> tuple[Part, int]:
-    """Return one described tensor and where its bits end; sizes are checked before anything is built."""
+    """Return the part that one entry (name, shape, number of selected positions) describes, and where its bits end.
+
+    `masks` are the packed bits of all parts, `begin` is where this part's begin. Sizes are checked before anything is
+    built.
+    """
     name, shape, selected = entry
     if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError("a tensor's name or shape is malformed")

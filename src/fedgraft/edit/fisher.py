@@ -86,7 +86,10 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 def logit_gradients(
     logits: Tensor, targets: Tensor, labels: str, generator: torch.Generator | None = None
 ) -> Iterator[Tensor]:
-    """Yield the gradients of the loss with respect to the logits (B, C), up to sign: one, or C for `expected`."""
+    """Yield the gradients of the loss with respect to the logits (B, C), up to sign: one, or C for `expected`.
+
+    `targets` are the data's labels (B,), `labels` one of `LABELS`; the random ones need the generator.
+    """
     if labels not in LABELS:
         raise FedgraftError(
             "E-EDIT-LABELS", f"labels={labels!r} does not exist", f"choose one of {', '.join(LABELS)}", labels=labels
@@ -135,7 +138,17 @@ def estimate_fisher(
     generator: torch.Generator | None = None,
     call: Call | None = None,
 ) -> Scores:
-    """Return the sum of each sample's squared gradient: one forward and backward pass per batch (C for `expected`)."""
+    """Return the sum of each sample's squared gradient: one forward and backward pass per batch (C for `expected`).
+
+    Args:
+        batches: (inputs, labels) or (inputs, labels, entry).
+        labels: one of `LABELS`.
+        names: parameters to score; None: all.
+        generator: draws random labels.
+        call: returns the logits instead of the network.
+
+    The network is in evaluation mode meanwhile and is restored.
+    """
     run = call or network
     samples = 0
     with SampleSquares(network, names).watching() as squares:
@@ -164,6 +177,7 @@ def batch_gradient(
     """
 
     def power(gradient: Tensor, size: int) -> Tensor:
+        """Return the squared gradient of a batch's mean loss times its number of samples `size`, squared if `scale`."""
         factor = size
         if scale:
             factor = size * size
@@ -202,7 +216,10 @@ def _batch_scores(
     call: Call,
     power: Callable[[Tensor, int], Tensor],
 ) -> Scores:
-    """Return the sum of `power(gradient of the mean loss, B)` over batches, in eval mode; the network is restored."""
+    """Return the sum of `power(gradient of the mean loss, B)` over batches of B samples.
+
+    The other arguments are those of `estimate_fisher`. The network is in evaluation mode meanwhile and is restored.
+    """
     if labels == "expected":
         raise FedgraftError(
             "E-EDIT-LABELS-EXPECTED",

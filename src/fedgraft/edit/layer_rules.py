@@ -42,7 +42,7 @@ def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _linear(module: nn.Linear, x: Tensor, delta: Tensor, sums: SquareSums) -> None:
-    """Add the squares of a linear layer: g_n = δ_n' x_n, summed over tokens."""
+    """Add the squared per-sample gradients of a linear layer to `sums`, in place: g_n = δ_n' x_n over tokens."""
     x = x.reshape(len(x), -1, x.shape[-1])  # (B, T, in)
     delta = delta.reshape(len(delta), -1, delta.shape[-1])  # (B, T, out)
     if "bias" in sums:
@@ -52,7 +52,10 @@ def _linear(module: nn.Linear, x: Tensor, delta: Tensor, sums: SquareSums) -> No
 
 
 def _conv2d(module: nn.Conv2d, x: Tensor, delta: Tensor, sums: SquareSums) -> None:
-    """Add the squares of a convolution, as a product of the output gradient and the unfolded input."""
+    """Add the squared per-sample gradients of a convolution to `sums`, in place.
+
+    The gradient is a product of the output gradient `delta` and the unfolded input x.
+    """
     delta = delta.flatten(2)  # (B, out, L)
     if "bias" in sums:
         sums["bias"].add_(delta.sum(2).square_().sum(0))
@@ -73,7 +76,7 @@ def _conv2d(module: nn.Conv2d, x: Tensor, delta: Tensor, sums: SquareSums) -> No
 
 
 def _layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, sums: SquareSums) -> None:
-    """Add the squares of a layer norm's scale and shift."""
+    """Add the squared per-sample gradients of a layer norm's scale and shift to `sums`, in place."""
     shape = module.normalized_shape
     parts = {"bias": delta}
     if "weight" in sums:

@@ -60,9 +60,14 @@ def attach(
     dropout: float = 0.0,
     first_block: int = 0,
 ) -> Network:
-    """Adapt the linear layers of the backbone that match `targets` (keywords or globs), in place; return the network.
+    """Put low-rank factors beside linear layers of the backbone, in place; return the same network.
 
-    Blocks before `first_block`, and the layers before them, are not adapted.
+    Args:
+        rank, alpha: the factors' product is scaled by alpha / rank.
+        targets: keywords, last parts of names or globs of layers.
+        seed: draws the factors A; B starts at zero.
+        dropout: before the first factor.
+        first_block: blocks before this one, and the layers before them, are not adapted.
     """
     if rank < 1 or not (math.isfinite(alpha) and alpha > 0) or not 0 <= dropout < 1:
         raise FedgraftError(
@@ -167,7 +172,10 @@ def adapter_layers(network: Network) -> dict[str, Any]:
 
 
 def merge_lora(network: Network) -> Network:
-    """Add scaling * B A to the base weights and remove the adapters: plain names and shapes, same outputs."""
+    """Add scaling * B A to the base weights and remove the adapters, in place; return the same network.
+
+    It has plain names and shapes and the same outputs. Nothing changes if a factor is not finite.
+    """
     layers = _required_adapters(network)
     updates = {}
     for name, layer in layers:
@@ -185,9 +193,10 @@ def merge_lora(network: Network) -> Network:
 
 
 def detach(network: Network) -> Network:
-    """Remove the adapters without merging: the base weights, bit for bit, under their plain names.
+    """Remove the adapters without merging, in place: the base weights, bit for bit, under their plain names.
 
-    Every parameter requires gradients afterwards, as in a newly built network; binding a space decides again.
+    Return the same network. Every parameter requires gradients afterwards, as in a newly built network; binding a space
+    decides again.
     """
     for name, layer in _required_adapters(network):
         parent, _, child = name.rpartition(".")

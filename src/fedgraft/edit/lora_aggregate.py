@@ -49,7 +49,7 @@ class LoraLayer:
 
 @dataclass(frozen=True)
 class LoraLayout:
-    """An edit space of factors, with the position of each factor."""
+    """The edit space of a network's low-rank factors, with the position of each factor; `lora_layout` makes it."""
 
     mode: LoraAggregation
     space: EditSpace
@@ -170,7 +170,10 @@ def lora_layout(network: Network, mode: LoraAggregation, dense: Iterable[str] = 
 
 
 def _dense_names(network: Network, dense: Iterable[str], taken: set[str]) -> list[str]:
-    """Return the tensors trained densely beside the factors, in the network's order."""
+    """Return the requested tensors that are trained densely beside the factors, in the network's order.
+
+    `taken` are the names of factors and base weights, which cannot be requested.
+    """
     requested = set(dense)
     known = [name for name, _ in network.named_parameters()]
     for name in sorted(requested):
@@ -189,8 +192,14 @@ def aggregate_lora(
 ) -> Tensor:
     """Return the server's next vector from the clients' updates of the trained coordinates.
 
-    Weights are shares and need not sum to one. `stack` also needs `fresh`, the A factors to continue with. Products
-    are summed in float64 and rounded once. For the three rules without base weights this is vector + mean update.
+    Args:
+        vector: the present one, (space.size,).
+        updates: one per client, (trained,).
+        weights: shares of the clients, which need not sum to one.
+        fresh: for `stack`, the A factors to continue with.
+
+    Products are summed in float64 and rounded once. For the three rules without base weights this is vector + mean
+    update.
     """
     share, changes = _checked(layout, vector, updates, weights)  # (m,), (m, trained)
     if layout.mode == "stack" and (fresh is None or fresh.shape != (layout.a_end,)):
@@ -242,7 +251,7 @@ def _write_largest_directions(new: Tensor, layer: LoraLayer, product: Tensor) ->
 
 
 def _product(share: Tensor, b: Tensor, a: Tensor, rank: int) -> Tensor:
-    """Return sum_k share_k B_k A_k as one product of the stacked factors."""
+    """Return sum_k share_k B_k A_k, (out, in), as one product of the stacked factors b (m, out r) and a (m, r in)."""
     m = len(share)
     left = (share[:, None, None] * b.reshape(m, -1, rank)).permute(1, 0, 2).reshape(-1, m * rank)  # (out, m r)
     return left @ a.reshape(m * rank, -1)  # (out, in)

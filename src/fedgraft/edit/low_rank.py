@@ -147,7 +147,11 @@ class LowRank:
     def open(
         self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None
     ) -> TrainableSetup:
-        """Attach the factors, drawn from the seed, to the network in place and return their space."""
+        """Attach the factors, drawn from the seed, to the network in place and return their edit space.
+
+        `ask` and `saved` matter only for `aggregate="core"`, whose fixed factors may be computed from the clients'
+        gradients.
+        """
         self.check(network)
         if self.aggregate == "core":
             return self._open_core(network, ask, saved)
@@ -190,7 +194,7 @@ class LowRank:
         return TrainableSetup(core_space(network, dense), factors, sends_buffers=False)
 
     def _active(self, layout: LoraLayout, state: ServerState) -> Mapping[int, Tensor]:
-        """Return the coordinates that may change in the coming round, as packed bits."""
+        """Return by client, or for everyone, the coordinates that may change in the coming round, as packed bits."""
         ranks = self.ranks or self._affordable_ranks(layout)
         if ranks:
             by_rank = {}
@@ -202,7 +206,7 @@ class LowRank:
         return {EVERYONE: pack_bits(active)}
 
     def _affordable_ranks(self, layout: LoraLayout) -> list[int]:
-        """Return the rank that each budget affords; nothing without budgets."""
+        """Return the rank that each budget (bytes of an update) affords; [] without budgets."""
         if not self.budgets:
             return []
         dense = layout.b_begin - layout.a_end  # densely trained coordinates lie between the factors
@@ -213,6 +217,7 @@ class LowRank:
         """Return the aggregator that multiplies each client's factors."""
 
         def update(answers: Answers, weights: Tensor) -> Tensor:
+            """Return the common update: the aggregated vector minus the one that the round began with."""
             assert answers.start is not None
             fresh: Tensor | None = None
             if layout.mode == "stack":

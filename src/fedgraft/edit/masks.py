@@ -220,7 +220,10 @@ def overlap(masks: Sequence[Mask]) -> Tensor:
 
 
 def density_by(mask: Mask, group_of: Callable[[str], object]) -> dict[object, float]:
-    """Return the fraction trained in each group of tensors, in order of first appearance."""
+    """Return the fraction trained in each group of tensors, in order of first appearance.
+
+    `group_of` returns the group of a tensor's name.
+    """
     trained: dict[object, int] = {}
     totals: dict[object, int] = {}
     for name, tensor in mask.items():

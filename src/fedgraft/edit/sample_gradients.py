@@ -44,7 +44,10 @@ def scoring_mode(network: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 
 
 class SampleSquares:
-    """Adds Σ_n (∂ℓ_n/∂θ_i)² of every scored parameter to `sums`, one backward pass at a time, while `watching`."""
+    """Adds Σ_n (∂ℓ_n/∂θ_i)² of every scored parameter to `sums`, one backward pass at a time, while `watching`.
+
+    `names` are the parameters to score; None: all.
+    """
 
     def __init__(self, network: nn.Module, names: Iterable[str] | None = None) -> None:
         self._network = network
@@ -66,7 +69,7 @@ class SampleSquares:
             yield self
 
     def forward(self, call: Callable[[Tensor, int], Tensor], inputs: Tensor, entry: int = 0) -> Tensor:
-        """Return the logits (B, classes) of a batch, ready for `backward`."""
+        """Return the logits (B, classes) of a batch that `call(inputs, entry)` computes, ready for `backward`."""
         self._samples = len(inputs)
         self._calls.clear()
         with torch.enable_grad(), torch.autocast(inputs.device.type, enabled=False):
@@ -77,7 +80,10 @@ class SampleSquares:
         return logits
 
     def backward(self, logits: Tensor, gradient: Tensor, keep: bool = False) -> None:
-        """Add the squares for one gradient of the logits (B, classes); `keep` if another one follows."""
+        """Add the squares for one gradient of the logits (B, classes) to `sums`.
+
+        `keep` if another `backward` follows.
+        """
         self._keep_inputs = keep
         if logits.requires_grad:  # otherwise no scored parameter lies between the inputs and the logits
             with torch.autocast(logits.device.type, enabled=False):  # the squares are computed inside the pass
@@ -87,6 +93,7 @@ class SampleSquares:
         """Return the forward hook of a module: store its arguments and watch the gradient of its output."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            """Store the module's arguments and register `_add_squares` on the gradient of its first output."""
             if self._hooks_off or not torch.is_grad_enabled():
                 return None
             if owner in self._calls:
@@ -118,7 +125,10 @@ class SampleSquares:
 
     @torch.no_grad()
     def _add_squares(self, owner: str, delta: Tensor) -> None:
-        """Add the squares of a module's parameters for the gradient of its output, then release its input."""
+        """Add the squares of a module's parameters to `sums` for the gradient `delta` of its output; release its input.
+
+        `owner` is the module's name.
+        """
         if self._keep_inputs:
             call = self._calls[owner]
         else:
@@ -155,7 +165,10 @@ class SampleSquares:
         return tensor
 
     def _run_again(self, owner: str, call: _Call, delta: Tensor) -> None:
-        """Run one module again, one sample at a time, for the gradients of parameters that have no rule."""
+        """Run one module again, one sample at a time, and add the squares of parameters that have no rule to `sums`.
+
+        `call` holds the module's arguments in the pass, `delta` (B, ...) is the gradient of its output.
+        """
         module = self._network.get_submodule(owner)
         inside = self._owned[owner]
         leaves = {key: self._parameters[name].detach().requires_grad_() for key, name in inside.items()}

@@ -80,7 +80,14 @@ def resolve(
     exclude: Sequence[str] = (),
     whitelist: Sequence[str] = (),
 ) -> Scope:
-    """Return the scope that sorts parameters into maskable, dense (`whitelist`) and frozen (`exclude`, all others)."""
+    """Return the scope that sorts parameters into maskable, dense and frozen, by keywords or globs of their names.
+
+    Args:
+        shapes: shape of every parameter of the network.
+        scope: tensors that the mask chooses from.
+        exclude: frozen ones among them.
+        whitelist: tensors that are trained whole.
+    """
     for pattern in (*scope, *exclude, *whitelist):
         if not any(matches(name, [pattern]) for name in shapes):
             raise FedgraftError(

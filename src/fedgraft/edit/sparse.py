@@ -184,7 +184,10 @@ class Sparse:
         strategy_named(self.strategy)
 
     def open(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None = None) -> TrainableSetup:
-        """Return the space of the mask: as saved, as cached on this machine, or calibrated now."""
+        """Return the edit space of the mask: as in `saved`, as cached on this machine, or calibrated now.
+
+        `ask` sends the requests for scores to the clients; None is possible only with a saved mask.
+        """
         self.check(network)
         stored: dict[str, Tensor] = dict(saved or {})
         notes: tuple[str, ...] = ()
@@ -221,7 +224,10 @@ class Sparse:
     # ---- choosing -------------------------------------------------------------------------------------------------
 
     def _choose(self, network: Network, ask: Ask) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Return the tensors to store about the chosen mask, and notes for the log."""
+        """Return the tensors to store about the chosen mask (`TrainableSetup.stored`), and notes for the log.
+
+        The clients are asked for scores or masks, unless a common mask is cached on this machine.
+        """
         if self.per_client:
             own_masks = self._own_masks(network, ask)
             common = union(list(own_masks.values()))
@@ -233,6 +239,7 @@ class Sparse:
         notes: list[str] = []
 
         def make() -> dict[str, Tensor]:
+            """Return the common mask, calibrated now."""
             return {"mask": self._common_mask(network, ask, notes).bits()}
 
         recipe = asdict(self)
@@ -267,7 +274,7 @@ class Sparse:
         return scope.expand(merge_masks(restricted, self.merge, density=density))
 
     def _own_masks(self, network: Network, ask: Ask) -> dict[int, Mask]:
-        """Return a mask for each client, calibrated on its own images."""
+        """Return a mask for each client, requested from it and calibrated on its own images."""
         all_parameters = select(network, lambda name: True, buffers=False)
         shapes = self._shapes(network)
         size = sum(math.prod(shape) for shape in shapes.values())
@@ -291,7 +298,12 @@ class Sparse:
     def calibrated(
         self, network: Network, scores: Callable[[int], Mapping[str, Tensor]], seed: int | None = None
     ) -> Calibration:
-        """Return the mask that these scores give, whether they are summed over clients or one client's own."""
+        """Return the mask that these scores give, whether they are summed over clients or one client's own.
+
+        `scores(round)` returns the scores by tensor in a calibration round; strategies that need no data ignore it.
+        `seed` is that of a random mask; None: the kind's own. Weights are scaled in place during progressive
+        calibration and restored.
+        """
         scope = self.scope_on(network)
         weights = self._maskable_weights(network)
         weight_scores = strategy_named(self.strategy).scores
@@ -325,7 +337,7 @@ class Sparse:
         return oneshot()
 
     def settings(self, network: Network, draw: int, ask: Ask) -> dict[str, Any]:
-        """Return the settings of a request for scores."""
+        """Return the settings of a request for scores; `draw` numbers the draw of images."""
         labels = self.labels
         if labels in _BATCH_LABELS:
             labels = "true"
@@ -339,7 +351,10 @@ class Sparse:
         }
 
     def _scores(self, network: Network, ask: Ask, draw: int) -> Mapping[str, Tensor]:
-        """Return the clients' summed scores for the network's present (perhaps softened) weights."""
+        """Return the clients' summed scores, per sample, for the network's present (perhaps softened) weights.
+
+        The clients are asked; `draw` numbers the draw of images.
+        """
         all_parameters = select(network, lambda name: True, buffers=False)
         settings = self.settings(network, draw, ask)
         sums = ask.sums("fisher_scores", all_parameters.gather(network), settings)["scores"]
@@ -398,7 +413,10 @@ class Sparse:
         return on_space(masked(network, dict(mask.items())), scores)
 
     def _within_budgets(self, network: Network, scores: Tensor) -> Mapping[int, Tensor]:
-        """Return the coordinates that fit each client's budget: all dense ones, then the best by score."""
+        """Return by client, as packed bits, the coordinates that fit its budget in bytes.
+
+        These are all dense ones, then the best by score.
+        """
         scope = self.scope_on(network)
         dense = sum(math.prod(scope.shapes[name]) for name in scope.dense)
         counts = []
@@ -413,9 +431,10 @@ class Sparse:
         return pack_bits(choose({"space": scores}, k=count, largest=largest)["space"])
 
     def _rising_sparsity(self, network: Network, scores: Tensor) -> Active:
-        """Return the active coordinates by round: fewer as the clients' drift decreases; the others keep their value.
+        """Return the function from the server's state to the active coordinates: fewer as the clients' drift decreases.
 
-        The schedule reads the drifts of all rounds so far, so a resumed run arrives at the same sparsity.
+        Other coordinates keep their value. The schedule reads the drifts of all rounds so far, so a resumed run arrives
+        at the same sparsity.
         """
         scope = self.scope_on(network)
         sizes = {name: math.prod(shape) for name, shape in scope.shapes.items()}
@@ -432,6 +451,7 @@ class Sparse:
         )
 
         def active(state: ServerState) -> Mapping[int, Tensor]:
+            """Return the coordinates that train in the coming round, the same for every client, as packed bits."""
             adaptive = schedule.begin()
             for drift in state.drifts:
                 adaptive = schedule.after(adaptive, drift)
@@ -442,7 +462,7 @@ class Sparse:
 
 
 def on_space(space: EditSpace, scores: Mapping[str, Tensor] | Mask) -> Tensor:
-    """Return values by name as one vector over a space."""
+    """Return values given by tensor name as one vector over the trained coordinates of a space."""
     values = []
     for part in space.parts:
         flat = scores[part.name].reshape(-1)

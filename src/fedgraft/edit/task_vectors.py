@@ -31,7 +31,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """A change of `scale * values` on `space`, for the network whose tensors under `scope` have the digest `base`."""
+    """A change of `scale * values` on the edit space `space` of one base network; `capture` makes it.
+
+    `base` is the digest of that network's tensors under `scope`.
+    """
 
     name: str
     base: str
@@ -181,7 +184,8 @@ def add_edits(
 ) -> Edit:
     """Return the sum of edits of one base, on the union of their spaces; summed in float64, rounded once.
 
-    With `merge` (TIES, DARE, Fisher) return its weighted mean instead; scales are then the weights.
+    `scales` multiply the edits (None: 1 each). With `merge` (TIES, DARE, Fisher) return its weighted mean instead;
+    scales are then the weights.
     """
     if not edits:
         raise FedgraftError("E-EDIT-ADD-NONE", "there are no edits to add", "give at least one")

@@ -25,7 +25,7 @@ from fedgraft.local.features import first_seen
 
 
 class Ask(Protocol):
-    """The requests that a kind can make to the federation before the first round."""
+    """The requests that a kind can make to the federation before the first round; `runs/open_run.py` implements it."""
 
     seed: int
     clients: int
@@ -49,7 +49,7 @@ class Ask(Protocol):
 
 @dataclass(frozen=True)
 class TrainableSetup:
-    """An open edit space."""
+    """The edit space that a kind opened on a network, with what goes with it; `Trainable.open` makes it."""
 
     space: EditSpace
     stored: Mapping[str, Tensor] = field(default_factory=dict)
@@ -81,9 +81,10 @@ class RoundRobinMasks(dict[int, Tensor]):
 
 
 def affordable_units(budgets: Sequence[int], fixed: int, unit: int = 1) -> list[int]:
-    """Return how many units of `unit` numbers fit in each budget (bytes of an update) beside the fixed numbers.
+    """Return how many units of coordinates fit in each budget beside those that are always sent.
 
-    A budget without room for one unit is refused.
+    `budgets` are bytes of an update (4 per coordinate), `fixed` is the number of coordinates that train densely, `unit`
+    the coordinates of one unit, such as those of one rank. A budget without room for one unit is refused.
     """
     counts = [(budget // 4 - fixed) // unit for budget in budgets]
     if min(counts) < 1:
@@ -215,7 +216,10 @@ def is_head(network: Network, name: str) -> bool:
 
 
 def layer_ranges(network: Network, space: EditSpace, layers: Sequence[str]) -> tuple[tuple[int, int, int], ...]:
-    """Return (layer, begin, end) of every trained tensor: the first observed layer whose output it changes."""
+    """Return (layer, begin, end) for every trained tensor: which of the observed layers its change affects first.
+
+    `layer` is an index into `layers`; begin and end are positions in a vector of the space.
+    """
     if not layers:
         return ()
     ranges = []

@@ -61,7 +61,13 @@ class Trigger:
 
 @dataclass
 class Attacked:
-    """An engine whose `attackers` follow `attack`: a name in `NAMES`, with the attack's parameters in `options`.
+    """An engine for experiments: wraps another one and lets some of its clients attack.
+
+    Args:
+        engine: the wrapped engine.
+        attackers: the clients that attack.
+        attack: a name in `NAMES`.
+        options: parameters of the attack on updates.
 
     A data attack replaces the context of the wrapped engine by one in which the attackers hold poisoned rows. Do not
     use the old context at the same time: both drive one network.
@@ -90,7 +96,7 @@ class Attacked:
             self.engine.context = self._poison(self.engine.context)
 
     def _poison(self, context: ClientContext) -> ClientContext:
-        """Return a context in which the attackers hold poisoned copies of their rows."""
+        """Return a copy of the context in which the attackers' training rows are poisoned copies of their own."""
         copies = {}
         for client in sorted(self.attackers):
             copies[client] = make_copies(context, client, self.attack, self.seed, self.trigger)
@@ -121,7 +127,10 @@ class Attacked:
         return DATA_ATTACKS.get(self.attack, self.attack)
 
     def exchange(self, requests: Sequence[Request]) -> list[Response | tuple[int, str]]:
-        """Carry out the requests; responses of attackers to training requests carry the attack."""
+        """Carry out the requests and return what arrives; updates of attackers are replaced where the attack says so.
+
+        Only training requests are attacked.
+        """
         arrivals = list(self.engine.exchange(requests))
         training_requests = {request.client: request for request in requests if request.action == "train"}
         if not self._update_attack or not training_requests:
@@ -149,7 +158,10 @@ class Attacked:
         return delivered
 
     def _malicious_updates(self, updates: Mapping[int, Tensor], round: int) -> dict[int, Tensor]:
-        """Return the updates that the attackers among these clients send instead of their own."""
+        """Return the updates that the attackers among these clients send instead of their own, by client.
+
+        `updates` are those that all clients of the round, attackers included, computed.
+        """
         attackers = [client for client in updates if client in self.attackers]
         own = torch.stack([updates[client] for client in attackers])  # (f, k)
         benign = [update for client, update in updates.items() if client not in self.attackers]
@@ -164,7 +176,10 @@ class Attacked:
         return dict(zip(attackers, sent, strict=True))
 
     def _encode(self, response: Response, request: Request, update: Tensor) -> Response:
-        """Return the response with another update, encoded with the algorithm's codec."""
+        """Return the response with another update, encoded with the algorithm's codec.
+
+        `update` covers all coordinates.
+        """
         active = self._active(request)
         if active is not None:
             update = update[active]
@@ -173,14 +188,14 @@ class Attacked:
         return replace(response, update=payload)
 
     def _active(self, request: Request) -> Tensor | None:
-        """Return the mask of coordinates that this client may change, None for all of them."""
+        """Return the boolean mask of the coordinates that this request lets the client train; None: all."""
         bits = request.auxiliary.get("active")
         if bits is None:
             return None
         return unpack_bits(bits, self.engine.context.space.trained)
 
     def _decode(self, response: Response, request: Request) -> Tensor | None:
-        """Return the update of a response over the whole space; None for a client whose training diverged."""
+        """Return the update of a response over all coordinates; None for one that is not finite (training diverged)."""
         assert response.update is not None
         try:
             update = decode(response.update, self.engine.algorithm.compression, response.update.length)
@@ -193,7 +208,7 @@ class Attacked:
 
 
 def choose_attackers(clients: int, share: float, seed: int) -> frozenset[int]:
-    """Return round(share · clients) attackers, drawn from the seed."""
+    """Return round(share · clients) clients, drawn from the seed; a share of half or more is an error."""
     if not 0 <= share < 0.5:
         raise FedgraftError(
             "E-ENGINES-ATTACKER-SHARE",
@@ -206,7 +221,11 @@ def choose_attackers(clients: int, share: float, seed: int) -> frozenset[int]:
 
 
 class Triggered:
-    """Every example with the trigger, which is stamped after the training transform and so stays in its corner."""
+    """Examples of which every image carries the backdoor trigger.
+
+    It is stamped after the training transform, so augmentation does not move it. Labels are those of the clean
+    examples.
+    """
 
     def __init__(self, clean: Examples, trigger: Trigger) -> None:
         if clean.entry:
@@ -241,7 +260,11 @@ class Copies:
 
 
 class PoisonedExamples:
-    """Examples followed by poisoned copies of some of them. Originals keep their rows: benign clients see no copy."""
+    """The clean examples, followed by poisoned copies of some of them as further rows.
+
+    Originals keep their row numbers, so benign clients see no copy. `triggered` are the same examples with the trigger,
+    row by row; None: no copy carries it.
+    """
 
     def __init__(self, clean: Examples, copies: Sequence[Copies], triggered: Examples | None) -> None:
         self.clean = clean
@@ -268,7 +291,11 @@ class PoisonedExamples:
 def with_poisoned_rows(
     context: ClientContext, copies: Mapping[int, Copies], triggered: Examples | None
 ) -> ClientContext:
-    """Return the same context, except that these clients hold poisoned copies of their rows."""
+    """Return a copy of the context in which these clients train on poisoned copies of their rows.
+
+    `copies` are the poisoned rows by client, `triggered` the examples with the trigger. Bindings of the network are
+    dropped in both contexts.
+    """
     poisoned_rows: dict[int, Tensor] = {}
     begin = len(context.examples)
     for client, client_copies in copies.items():
@@ -279,6 +306,7 @@ def with_poisoned_rows(
     benign_rows = context.rows
 
     def rows(client: int) -> Tensor:
+        """Return the training rows of a client: for an attacker, those of its poisoned copies."""
         if client in poisoned_rows:
             return poisoned_rows[client]
         return benign_rows(client)
@@ -290,7 +318,11 @@ def with_poisoned_rows(
 
 
 def make_copies(context: ClientContext, client: int, attack: str, seed: int, trigger: Trigger) -> Copies:
-    """Return an attacker's rows with all labels flipped, or with the trigger and its label on a share of them."""
+    """Return poisoned copies of an attacker's training rows.
+
+    With "label_flip" all labels are flipped; otherwise a random share of the rows carries the trigger and its target
+    label.
+    """
     rows = context.rows(client)
     labels = context.examples.labels[rows].clone()
     marked = torch.zeros(len(rows), dtype=torch.bool)

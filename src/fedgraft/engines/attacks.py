@@ -22,7 +22,7 @@ Attack = Callable[..., Tensor]
 
 
 def sign_flip(benign: Tensor, own: Tensor, generator: Generator, scale: float = 1.0) -> Tensor:
-    """Return the negative of the attackers' own updates, times `scale`."""
+    """Return the negative of the attackers' own updates, times `scale`, (f, k)."""
     return -scale * own
 
 
@@ -52,7 +52,11 @@ def little_is_enough(benign: Tensor, own: Tensor, generator: Generator, z: float
 
 
 def alie_z(benign: int, attackers: int) -> float:
-    """Return the largest z at which enough benign clients are expected farther out to form a majority."""
+    """Return the largest z for "a little is enough": how far attackers may go and still have a majority with them.
+
+    Enough benign updates are expected farther than z standard deviations out to form a majority with the attackers; 0
+    if there are none.
+    """
     supporters = (benign + attackers) // 2 + 1 - attackers
     share = (benign - supporters) / benign
     if not 0 < share < 1:
@@ -93,7 +97,8 @@ def attacker_updates(
 ) -> Tensor:
     """Return the updates that `count` attackers send, (count, k), given the benign updates (m, k).
 
-    `own` are the updates that the attackers computed honestly, by default the benign mean for each of them.
+    `name` is a key of `ATTACKS`, `options` its parameters. `own` are the updates that the attackers computed honestly,
+    by default the benign mean for each of them.
     """
     if name not in ATTACKS:
         raise unknown_attack(name, tuple(ATTACKS))

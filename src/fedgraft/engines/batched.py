@@ -54,12 +54,16 @@ class WritesBatches(Protocol):
     """Examples in memory that can write a batch into a given tensor, from several threads at once."""
 
     def batch_into(self, rows: Tensor, generator: torch.Generator | None, out: Tensor) -> None:
-        """Write the result of `batch` into `out`."""
+        """Write the inputs that `batch(rows, generator)` would return into `out`."""
         ...
 
 
 def batching_obstacle(algorithm: Algorithm, context: ClientContext) -> str | None:
-    """Return a clause that says why training requests cannot be batched; None if they can."""
+    """Return a clause that says why training requests cannot be batched; None if they can.
+
+    They can if exactly the linear head trains, on cached features, without dropout, and no part of the algorithm needs
+    clients one by one.
+    """
     tensors = [(part.name, part.index is None) for part in context.space.parts]
     head_only = tensors == [("head.weight", True), ("head.bias", True)] and not context.space.buffers
     if not head_only:
@@ -96,7 +100,7 @@ def _is_linear(context: ClientContext) -> bool:
 
 @dataclass(frozen=True)
 class _ClientTask:
-    """One client's training request and its rows."""
+    """One client's training request in a batched exchange, with its training rows and its local training rule."""
 
     place: int
     """Position of the request in the exchange."""
@@ -107,7 +111,7 @@ class _ClientTask:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The number of rows of each step; the last step of an epoch may have fewer."""
+        """The number of rows of each local step; the last step of an epoch may have fewer."""
         batch_size = min(self.rule.batch_size, len(self.rows))
         if self.rule.epochs is None:
             return [batch_size] * self.rule.steps_for(len(self.rows))
@@ -119,7 +123,7 @@ class _ClientTask:
 
     @cached_property
     def drawn(self) -> Tensor:
-        """The rows of all steps, one step after the other."""
+        """The row numbers of all steps, one step after the other, in the order that the reference engine draws."""
         shuffle = torch_stream(self.seed, "shuffle", "train", self.request.round, self.request.client)
         return drawn(self.rows, self.rule, shuffle)
 
@@ -129,7 +133,11 @@ class _ClientTask:
 
 
 class Batched(Memories):
-    """Carry out training requests of a linear head together, others one by one. `memory` as in `InProcess`."""
+    """An engine that trains the linear heads of many clients together, and carries out other requests one by one.
+
+    `memory` holds the named tensors that each client remembers, as in `InProcess`. `threads`: threads that train chunks
+    of clients; None: one per core.
+    """
 
     def __init__(self, algorithm: Algorithm, context: ClientContext, threads: int | None = None) -> None:
         self.algorithm = algorithm
@@ -147,7 +155,10 @@ class Batched(Memories):
         self._threads: ThreadPoolExecutor | None = None
 
     def exchange(self, requests: Sequence[Request]) -> list[Response | tuple[int, str]]:
-        """Return the responses in the order of the requests; (client, reason) for a request that was refused."""
+        """Return the responses in the order of the requests; (client, reason) for a request that was refused.
+
+        The clients' memories are updated.
+        """
         batched = [place for place, request in enumerate(requests) if self._can_batch(request)]
         responses: dict[int, Response | tuple[int, str]] = {}
         with requests_phase(requests, progress_label) as phase:
@@ -161,13 +172,19 @@ class Batched(Memories):
         return [responses[place] for place in range(len(requests))]
 
     def _can_batch(self, request: Request) -> bool:
-        """Return whether a request is trained in a batch: a plain training request that the client authorizes."""
+        """Return whether a request can be trained in a batch: plain training that the client's policies allow.
+
+        Side effect: an allowed request is counted in the client's ledger.
+        """
         if self.reason is not None or request.action != "train" or request.auxiliary:
             return False
         return self._authorized(request)
 
     def _handle_alone(self, request: Request) -> Response | tuple[int, str]:
-        """Carry out one request as the reference engine does."""
+        """Carry out one request as the reference engine does: return the response, or (client, reason) if refused.
+
+        The client's memory is updated.
+        """
         memory = self.memory.get(request.client, {})
         response, new_memory = handle_or_refuse(request, self.algorithm, self.context, memory)
         if new_memory:
@@ -177,7 +194,7 @@ class Batched(Memories):
         return response
 
     def _authorized(self, request: Request) -> bool:
-        """Return whether the client's policies let it train, and write the request into its ledger.
+        """Return whether the client's policies let it train; if so, write the request into the ledger in its memory.
 
         A request that is not authorized is refused with its reason when it is handled alone.
         """
@@ -191,7 +208,10 @@ class Batched(Memories):
         return True
 
     def _train(self, requests: Sequence[Request], phase: Phase) -> list[Response]:
-        """Return the responses in the order of the requests, trained in chunks that the threads share."""
+        """Train the clients of these requests and return the responses in the same order; `phase` shows the progress.
+
+        Chunks of clients are shared among threads. Missing cached features are computed first.
+        """
         if not requests:
             return []
         tasks = []
@@ -206,7 +226,8 @@ class Batched(Memories):
         waiting = iter(chunks)
 
         def work() -> None:
-            for chunk in waiting:  # shared by all threads: whichever is free takes the next one
+            """Train chunk after chunk until none is left; several threads run this at once."""
+            for chunk in waiting:  # one iterator for all threads: whichever is free takes the next chunk
                 for task, response in zip(chunk, self._train_chunk(chunk), strict=True):
                     responses[task.place] = response
                 phase.advance(len(chunk))
@@ -224,7 +245,11 @@ class Batched(Memories):
 
     @torch.no_grad()
     def _train_chunk(self, tasks: list[_ClientTask]) -> list[Response]:
-        """Train the heads of these clients side by side and return their responses."""
+        """Train the heads of these clients side by side and return their responses.
+
+        All tasks have the same number of steps and the same learning rate (`_chunks`). In shapes: c clients, b rows of
+        a batch, d features, k classes.
+        """
         rule = tasks[0].rule
         network = self.context.network
         c = len(tasks)
@@ -281,9 +306,10 @@ class Batched(Memories):
         return responses
 
     def _labels(self, tasks: list[_ClientTask], b: int) -> tuple[Tensor, Tensor | None]:
-        """Return labels and weights of all steps, (c, steps, 1, b) each; weights are None if all batches are full.
+        """Return labels and weights of the rows of all steps, (c, steps, 1, b) each; b is the largest batch.
 
-        A batch that is shorter than the others is padded with rows of weight zero.
+        A batch that is shorter than b is padded with rows of weight zero; the weights of a batch add up to 1. Weights
+        are None if all batches are full.
         """
         all_labels = self.context.examples.labels
         steps = len(tasks[0].sizes)
@@ -300,7 +326,10 @@ class Batched(Memories):
         return labels.unsqueeze(2), weights.unsqueeze(2)
 
     def _gather(self, tasks: list[_ClientTask], flips: list[torch.Generator], span: slice, features: Tensor) -> None:
-        """Fill the features (c, steps, b, d) of a span of steps, with zeros where a batch is shorter than b."""
+        """Fill `features` (c, steps, b, d) with the inputs of a span of steps, zeros where a batch is shorter than b.
+
+        `flips` are the clients' augmentation generators, which advance.
+        """
         _, steps, b, d = features.shape
         for i, task in enumerate(tasks):
             rows = task.drawn[sum(task.sizes[: span.start]) : sum(task.sizes[: span.stop])]
@@ -313,7 +342,10 @@ class Batched(Memories):
             features[i][torch.arange(b) < torch.tensor(task.sizes[span])[:, None]] = unpadded
 
     def _read(self, rows: Tensor, flips: torch.Generator, out: Tensor) -> None:
-        """Write the training inputs of these rows into `out`, without a copy in between if the examples can."""
+        """Write the training inputs of these rows, augmented by the generator `flips`, into `out` (rows, d).
+
+        No copy is made in between if the examples can write into a tensor.
+        """
         if self._writer is not None:
             self._writer.batch_into(rows, flips, out)
             return
@@ -323,7 +355,7 @@ class Batched(Memories):
     def _response(
         self, task: _ClientTask, weight: Tensor, bias: Tensor, loss: float, effective_steps: float
     ) -> Response:
-        """Return the response of one client from its trained head."""
+        """Return the response of one client from its trained head: weight (k, d), bias (k, 1), mean training loss."""
         request = task.request
         assert request.vector is not None
         update = torch.cat([weight.reshape(-1), bias.view(-1)]).sub_(request.vector)
@@ -333,7 +365,7 @@ class Batched(Memories):
 
 
 def _chunks(tasks: list[_ClientTask]) -> list[list[_ClientTask]]:
-    """Divide the tasks into chunks of at most `CHUNK` with equal steps and rates and about equal batches."""
+    """Divide the tasks into chunks of at most `CHUNK` with equal steps and rates and about equal batch sizes."""
     ordered = sorted(tasks, key=lambda task: (len(task.sizes), task.learning_rate, task.sizes[0], task.place))
     chunks = []
     for _, group in groupby(ordered, key=lambda task: (len(task.sizes), task.learning_rate)):
@@ -346,8 +378,9 @@ def _chunks(tasks: list[_ClientTask]) -> list[list[_ClientTask]]:
 def _loss_gradient(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     """Return the gradient of each example's loss by its logits (c, k, b), and minus that loss (c, 1, b).
 
-    The smoothed cross-entropy is -(1 - s) log p_y - s mean(log p), its gradient p - (1 - s) onehot - s/k. Logits have
-    the classes first, which makes both products run along their memory.
+    `labels` are (c, 1, b), `smoothing` is the label smoothing s. The smoothed cross-entropy is -(1 - s) log p_y - s
+    mean(log p), its gradient p - (1 - s) onehot - s/k. Logits have the classes first, which makes both products run
+    along their memory.
     """
     error = torch.log_softmax(logits, 1)
     negative_loss = error.gather(1, labels)
@@ -361,7 +394,10 @@ def _loss_gradient(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Te
 
 
 def _buffer(buffers: dict[str, Tensor], name: str, size: int) -> Tensor:
-    """Return a flat float32 buffer of this size, reused from chunk to chunk because fresh memory is slow to touch."""
+    """Return a flat float32 view of `size` entries of the named buffer; it is created or grown in `buffers` if needed.
+
+    Buffers are reused from chunk to chunk because fresh memory is slow to touch; the contents are arbitrary.
+    """
     if name not in buffers or buffers[name].numel() < size:
         buffers[name] = torch.empty(size)
     return buffers[name][:size]

@@ -36,10 +36,15 @@ class Choice:
 def choose_engine(
     engine: Wanted, workers: int, obstacle: str | None, work: float, on_cpu: bool = True, clients: int = 1
 ) -> Choice:
-    """Return the choice for a run whose config says `engine`.
+    """Return the engine and number of processes for a run, with the reason for the log.
 
-    `obstacle` says why its requests cannot be batched, None if they can. `work` is a lower bound of the multiply-adds
-    of a round; 0 means that only a head is trained. `clients` is the number of clients per round.
+    Args:
+        engine: the config's `engine`.
+        workers: the config's `workers`; 0: choose.
+        obstacle: why requests cannot be batched; None if they can.
+        work: a lower bound of the multiply-adds of a round; 0: only a head is trained.
+        on_cpu: whether the network is on a CPU.
+        clients: clients per round.
     """
     if engine == "batched" or (engine == "auto" and obstacle is None):
         if obstacle is None:
@@ -78,7 +83,7 @@ def _describe_work(work: float) -> str:
 
 
 def cores() -> int:
-    """Return the number of processor cores that this process may use."""
+    """Return the number of processor cores that this process may use (its affinity where the system has one)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

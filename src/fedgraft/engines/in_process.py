@@ -14,7 +14,10 @@ from fedgraft.core.progress import requests_phase
 
 
 class InProcess(Memories):
-    """Carry out requests with one context. `memory` holds the state of each client and belongs to the checkpoint."""
+    """The reference engine: carries out requests one after another with one context, in this process.
+
+    `memory` holds the named tensors that each client remembers; it belongs to the checkpoint.
+    """
 
     def __init__(self, algorithm: Algorithm, context: ClientContext) -> None:
         self.algorithm = algorithm
@@ -22,7 +25,10 @@ class InProcess(Memories):
         self.memory: dict[int, ClientMemory] = {}
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Response | tuple[int, str]]:
-        """Yield the response to each request, or (client, reason) for a request that the client refused."""
+        """Yield the response to each request, or (client, reason) for a refused one.
+
+        Store the clients' new memories.
+        """
         with requests_phase(requests, progress_label) as phase:
             for request in requests:
                 memory = self.memory.get(request.client, {})

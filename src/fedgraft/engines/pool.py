@@ -29,10 +29,11 @@ _REFUSED = b"refused "  # no packed message begins like this: its first bytes ar
 
 
 class Pool(Memories):
-    """Carry out requests in `workers` processes, with the same bytes as `InProcess` for any number of them.
+    """An engine that carries out requests in `workers` processes, with the same bytes as `InProcess` for any number.
 
     Workers start at the first exchange and again after `close`, an error, or a change of the edit space. Coordinates
-    outside the space must not change while workers live; call `close` after changing some (a new head).
+    outside the space must not change while workers live; call `close` after changing some (a new head). `deadline`:
+    seconds that a client has for one request; None: no limit.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Pool(Memories):
         """Identifies the algorithm, context and edit space that the workers were started with."""
 
     def exchange(self, requests: Sequence[Request]) -> list[Response | tuple[int, str]]:
-        """Return the responses in the order of the requests. Memories change only if no request failed.
+        """Return the responses in the order of the requests; (client, reason) for a refused or late one.
 
-        A client that takes longer than the deadline counts as one without an answer: its worker is killed, and its
-        memory stays unchanged.
+        Memories change only if no request failed with an error. A client that takes longer than the deadline counts as
+        one without an answer: its worker is killed, and its memory stays unchanged.
         """
         clients = {request.client for request in requests}
         if len(clients) < len(requests):
@@ -105,7 +106,7 @@ class Pool(Memories):
         return self._team
 
     def _send(self, request: Request) -> list[bytes]:
-        """Return the bytes for a worker: the request, and the client's memory in a message of its own."""
+        """Return the two byte strings for a worker: the packed request, and the client's memory packed as a message."""
         memory = self.memory.get(request.client, {})
         memory_message = Request(request.run, request.round, request.client, "remember", auxiliary=memory)
         return [pack(request), pack(memory_message)]
@@ -120,6 +121,7 @@ def _work(algorithm: Algorithm, context: ClientContext) -> Work:
     """Return the function that a worker runs: from the bytes of `_send` to the bytes that `_receive` reads."""
 
     def work(parts: Parts) -> list[bytes]:
+        """Carry out one request; return the packed response or refusal and, if it changed, the packed new memory."""
         request = unpack(Request, parts[0])
         memory = unpack(Request, parts[1]).auxiliary
         response, new_memory = handle_or_refuse(request, algorithm, context, memory)
@@ -135,7 +137,10 @@ def _work(algorithm: Algorithm, context: ClientContext) -> Work:
 
 
 def _receive(request: Request, parts: Parts) -> tuple[Response | tuple[int, str], ClientMemory]:
-    """Return response (or client and reason of refusal) and new memory; an empty memory means it did not change."""
+    """Return what a worker answered: the response, or (client, reason) of a refusal, and the client's new memory.
+
+    An empty memory means that it did not change.
+    """
     memory: ClientMemory = {}
     if len(parts) > 1:
         memory = unpack(Response, parts[1]).evidence
@@ -150,16 +155,19 @@ class Preparable(Protocol):
     """Examples that store what they compute in a file that all processes share."""
 
     def portions(self, rows: Tensor) -> list[Tensor]:
-        """Return the rows that still have to be computed, divided so that no two portions compute the same thing."""
+        """Return the rows whose features are not stored yet, divided so that no two portions compute the same thing."""
         ...
 
     def prepare(self, rows: Tensor | None = None) -> None:
-        """Compute and store every view of these rows."""
+        """Compute and store the features of every augmented view of these rows; None: of all rows."""
         ...
 
 
 def prepare_features(examples: Preparable, rows: Tensor, workers: int) -> None:
-    """Fill the feature cache for these rows in `workers` processes; the stored bytes do not depend on their number."""
+    """Compute the missing cached features of these rows in `workers` processes and store them in the cache's file.
+
+    The stored bytes do not depend on the number of processes.
+    """
     portions = examples.portions(rows)
     if workers == 1 or len(portions) < 2:
         if portions:
@@ -167,6 +175,7 @@ def prepare_features(examples: Preparable, rows: Tensor, workers: int) -> None:
         return
 
     def work(parts: Parts) -> list[bytes]:
+        """Compute and store the features of the rows in a message (int64), in a worker process."""
         examples.prepare(torch.frombuffer(bytearray(parts[0]), dtype=torch.int64))
         return []
 

@@ -44,7 +44,10 @@ R = TypeVar("R")
 
 
 class SharedBuffer:
-    """Bytes that a parent and its fork both see. One side writes at a time; the pipe beside it says when."""
+    """Bytes in memory that a parent and its fork both see; the file grows with the messages.
+
+    One side writes at a time; the pipe beside it says when.
+    """
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
@@ -54,7 +57,7 @@ class SharedBuffer:
         self._map: mmap.mmap | None = None
 
     def write(self, parts: Sequence[bytes]) -> list[int]:
-        """Write the parts one behind the other and return their sizes, which the reader needs."""
+        """Write the parts one behind the other, from the beginning of the buffer; return their sizes for the reader."""
         total = sum(map(len, parts))
         if total > os.fstat(self._file.fileno()).st_size:
             self._file.truncate(total)
@@ -95,18 +98,18 @@ class _Channel:
     buffer: SharedBuffer | None
 
     def send(self, header: dict[str, Any], parts: Sequence[bytes] = ()) -> None:
-        """Send one message."""
+        """Send one message: a JSON-able header, and byte strings."""
         if self.buffer is None:
             sizes = [len(part) for part in parts]
-            behind = parts
+            parts_in_pipe = parts
         else:
             sizes = self.buffer.write(parts)
-            behind = ()
+            parts_in_pipe = ()
         head = json.dumps(header | {"sizes": sizes}).encode()
-        self.pipe.send_bytes(b"".join([len(head).to_bytes(4, "little"), head, *behind]))
+        self.pipe.send_bytes(b"".join([len(head).to_bytes(4, "little"), head, *parts_in_pipe]))
 
     def receive(self) -> tuple[dict[str, Any], Parts]:
-        """Wait for one message and return header and parts."""
+        """Wait for one message and return its header and its byte strings, which are valid until the next message."""
         data = memoryview(self.pipe.recv_bytes())
         begin = 4 + int.from_bytes(data[:4], "little")
         header = json.loads(bytes(data[4:begin]))
@@ -118,7 +121,7 @@ class _Channel:
 
 @dataclass(frozen=True)
 class _Worker:
-    """A worker process, seen from its parent."""
+    """A worker process with the parent's end of its connection, as `Workers` keeps it."""
 
     process: BaseProcess
     channel: _Channel
@@ -128,13 +131,17 @@ class _Worker:
         return self.channel.pipe
 
     def send_task(self, parts: Sequence[bytes]) -> None:
-        """Send the bytes of a task."""
+        """Send the byte strings of a task to the worker; errors of a dead worker surface when its answer is awaited."""
         # A worker that has died is noticed when its answer is awaited, where the task has a name.
         with suppress(BrokenPipeError, ConnectionResetError):
             self.channel.send({}, parts)
 
     def receive_answer(self, task: str, merge_progress: Callable[[progress.News], None]) -> Parts | None:
-        """Return the answer to its task, or None if the message was only about its progress."""
+        """Wait for one message of the worker: return its answer, or None if the message was only about its progress.
+
+        Raises the error that the worker reports, or one that it died. `task` names the task in errors; news of progress
+        go to `merge_progress`.
+        """
         try:
             header, parts = self.channel.receive()
         except (EOFError, ConnectionResetError):
@@ -162,7 +169,10 @@ class _Worker:
 
 
 class Workers:
-    """A team of worker processes of one thread each. They see this process as it was when the team was made."""
+    """A team of worker processes of one thread each, which run `work` on byte strings that this process sends.
+
+    They see this process as it was when the team was made. `workers` is their number.
+    """
 
     def __init__(self, work: Work, workers: int) -> None:
         if torch.get_num_threads() != 1:
@@ -206,7 +216,7 @@ class Workers:
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """Start a process without the warning about forks, or without running the user's script again."""
+        """Suppress Python's warning about forks, or hide the user's script from a spawned child, during a start."""
         if not self._forks:
             with without_main():
                 yield
@@ -235,10 +245,16 @@ class Workers:
     ) -> list[R | None]:
         """Carry out the tasks, each by the next free worker, and return the results in the order of the tasks.
 
-        `send` makes a task's bytes when its turn comes, `receive` reads its answer at once, `name` names it in errors,
-        `done` is called after each task. Any error, Ctrl-C included, ends the team: unfinished work is of no use then.
-        A task that takes longer than `deadline` seconds gives None; its worker is killed and replaced. The progress of
-        workers is merged into the phases of this process.
+        Args:
+            send: makes a task's byte strings when its turn comes.
+            receive: turns a task and the byte strings of its answer, as soon as they are there, into the result.
+            name: names a task in errors.
+            deadline: seconds for one task; a longer one gives None, and its worker is killed and replaced. None: no
+                limit.
+            done: called after each task.
+
+        Any error, Ctrl-C included, ends the team: unfinished work is of no use then. The progress of workers is merged
+        into the phases of this process.
         """
         waiting = deque(range(len(tasks)))
         busy: dict[object, tuple[int, _Worker]] = {}
@@ -246,6 +262,7 @@ class Workers:
         results: dict[int, R] = {}
 
         def send_next_task(worker: _Worker) -> None:
+            """Give the next waiting task, if there is one, to this free worker, and start its deadline."""
             if not waiting:
                 return
             index = waiting.popleft()
@@ -257,6 +274,7 @@ class Workers:
                 deadlines[worker.pipe] = time.monotonic() + deadline
 
         def seconds_to_first_deadline() -> float | None:
+            """Return how long to wait for answers; None: without limit."""
             if deadline is None:
                 return None
             first = min(deadlines[pipe] for pipe in busy)
@@ -299,7 +317,7 @@ class Workers:
 
 
 def _end(workers: list[_Worker], owner: int) -> None:
-    """Terminate the workers, unless this process is a fork of their owner."""
+    """Terminate the workers and empty the list, unless this process is a fork of the process `owner` that made them."""
     if os.getpid() != owner:
         return
     for worker in workers:
@@ -314,10 +332,14 @@ def _end(workers: list[_Worker], owner: int) -> None:
 
 
 def _serve(work: Work | bytes, channel: _Channel, inherited: list[Connection]) -> None:
-    """Run in a worker: carry out one task after another until the parent closes the pipe or ends."""
+    """Run in a worker: carry out one task after another until the parent closes the pipe or ends.
+
+    `work` is the function, or its pickled bytes in a spawned process. `inherited` are pipe ends that a fork must close:
+    a copy of a parent's end would keep that pipe open after the parent's death.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for pipe in inherited:  # a copy of a parent's end would keep that pipe open after the parent's death
+    for pipe in inherited:
         pipe.close()
     torch.set_num_threads(1)
     keep_freed_memory()

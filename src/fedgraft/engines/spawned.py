@@ -44,13 +44,17 @@ def forks() -> bool:
 
 
 def packed(work: Callable[..., Any]) -> bytes:
-    """Return a function with everything it refers to as bytes, for `unpacked` in a child of this process."""
+    """Return a function with everything it refers to as bytes, for `unpacked` in a child of this process.
+
+    Raises `FedgraftError` where something cannot be pickled.
+    """
     from cloudpickle import Pickler
 
     class FileAwarePickler(Pickler):
         """Names memory-mapped files instead of copying them, and writes only the viewed part of a tensor."""
 
         def reducer_override(self, value: Any) -> Any:
+            """Return how to rebuild a memory-mapped array from its file, or a tensor view from its values."""
             if isinstance(value, np.memmap) and isinstance(value.base, mmap) and value.flags.c_contiguous:
                 return np.memmap, (value.filename, value.dtype, "r", value.offset, value.shape)
             if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
@@ -80,7 +84,10 @@ def unpacked(data: bytes) -> Callable[..., Any]:
 
 @contextmanager
 def without_main() -> Iterator[None]:
-    """Start processes that do not import the user's script, which would run again if it has no `__main__` guard."""
+    """Hide the user's script while processes start, so that a spawned child does not import and run it again.
+
+    `sys.modules["__main__"]` is replaced by an empty module inside the context, and put back.
+    """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:

@@ -9,10 +9,11 @@ from fedgraft.local.optimizers import Optimizer
 
 
 class Stack:
-    """The heads of c clients as one flat vector: all weights (c, k, d), then all biases (c, k, 1); batches of b rows.
+    """The linear heads of c clients in one flat vector: all weights (c, k, d), then all biases (c, k, 1).
 
-    A second vector of the same shape holds the gradients. With plain momentum it is the velocity itself: the product
-    that computes the gradient adds it to the decayed velocity, which saves a pass over memory.
+    `shape` is (c clients, k classes, d features, b rows of a batch). `gradient` is a second vector of the same length.
+    With plain momentum it is the velocity itself: the product that computes the gradient adds it to the decayed
+    velocity, which saves a pass over memory. Both vectors are the caller's and are changed in place.
     """
 
     def __init__(
@@ -37,7 +38,11 @@ class Stack:
             self.state = optimizer.init(values.numel())
 
     def step(self, error: Tensor, inputs: Tensor, rate: float, scale: float) -> None:
-        """Take one optimizer step with the gradient of these errors (c, k, b) at the logits, multiplied by `scale`."""
+        """Take one optimizer step for all heads; changes the values, the gradient and the optimizer's state in place.
+
+        `error` (c, k, b) is the gradient at the logits, `inputs` are the features (c, b, d), `rate` is the learning
+        rate; the gradient counts `scale` times.
+        """
         if self.fused:  # the velocity stands for 1 / scale times itself, which saves a pass over the errors
             torch.baddbmm(self.d_weight, error, inputs, beta=self.decay, out=self.d_weight)
             # A bias is the weight of an input that is always 1: one product instead of a sum and an addition.

@@ -20,7 +20,10 @@ from fedgraft.local.transfer import onto
 
 @dataclass(frozen=True)
 class AdaptiveStart:
-    """How the start is learned: step size, share of the images, number of the last blocks."""
+    """FedALA's rule for a client's start; an algorithm holds it in its slot `client_state`.
+
+    `rate` is the step size, `share` the fraction of the client's images on which the weights are learned.
+    """
 
     rate: float = 1.0
     share: float = 0.8
@@ -50,7 +53,15 @@ class AdaptiveStart:
         memory: Mapping[str, Tensor],
         stream: torch.Generator,
     ) -> Tensor:
-        """Return the weights `keep` (trained,) for the model in `flat`, which is restored; zero unless `learnable`."""
+        """Return the weights `keep` (trained,), in [0, 1], that the client's images prefer; zero unless `learnable`.
+
+        Args:
+            flat: the bound network with the common model, which is restored at the end.
+            learnable: bool (trained,).
+            rows: the client's training rows.
+            memory: the client's, with `previous_model`, its last model, and `keep`, the weights learned before.
+            stream: draws the images.
+        """
         common = flat.values.clone()
         last = memory["previous_model"].to(flat.values.device)
         gap = torch.where(learnable, last[: flat.trained] - common[: flat.trained], 0.0)

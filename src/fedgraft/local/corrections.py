@@ -75,6 +75,7 @@ def proximal(mu: float) -> Correction:
         return none()
 
     def adjust(gradient: Tensor, values: Tensor, context: Vectors) -> None:
+        """Add μ(y−x) to the gradient, in place."""
         gradient.add_(values - context["start"], alpha=mu)
 
     return Correction("proximal", lambda s, a, m: {"start": s}, adjust, lambda v, c, r: Closing())
@@ -84,6 +85,7 @@ def control_variates() -> Correction:
     """Return SCAFFOLD (option II): g − c_k + c; afterwards c_k ← c_k − c + (x−y)/effective_steps."""
 
     def prepare(start: Tensor, auxiliary: Vectors, memory: Vectors) -> dict[str, Tensor]:
+        """Return the start, the client's and the common control variate (zero at first), and their difference."""
         own = memory.get("control", torch.zeros_like(start))
         return {"start": start, "own": own, "common": auxiliary["control"], "shift": auxiliary["control"] - own}
 
@@ -91,6 +93,7 @@ def control_variates() -> Correction:
         gradient.add_(context["shift"])
 
     def finish(values: Tensor, context: Vectors, effective_steps: float) -> Closing:
+        """Return the client's new control variate for its memory, and its change to send."""
         own = context["own"] - context["common"] + (context["start"] - values) / effective_steps
         return Closing({"control": own}, {"control": own - context["own"]})
 
@@ -102,6 +105,7 @@ def dynamic(alpha: float) -> Correction:
     """Return FedDyn: the loss gains −⟨g_k, y⟩ + α/2·‖y−x‖²; afterwards g_k ← g_k − α(y−x)."""
 
     def prepare(start: Tensor, auxiliary: Vectors, memory: Vectors) -> dict[str, Tensor]:
+        """Return the start and the client's dual variable (zero at first)."""
         return {"start": start, "dual": memory.get("dual", torch.zeros_like(start))}
 
     def adjust(gradient: Tensor, values: Tensor, context: Vectors) -> None:

@@ -30,7 +30,7 @@ def evaluating(network: Network) -> Iterator[None]:
 
 
 def evaluate_batch(network: Network, inputs: Tensor, see: Callable[[Tensor], T]) -> T:
-    """Return `see(inputs)` for one batch, in evaluation mode and with the batch on the network's device."""
+    """Return `see(inputs)` for one batch, in evaluation mode, without gradients, and on the network's device."""
     with evaluating(network):
         return see(onto(inputs, next(network.parameters()).device))
 
@@ -49,7 +49,10 @@ def feature_batches(
 
 
 def hidden(network: Network, layers: tuple[str, ...], examples: Examples, size: int = 256) -> list[Tensor]:
-    """Return the outputs of these layers for all examples, averaged over tokens, one (n, d) tensor per layer."""
+    """Return the outputs of these layers for all examples, averaged over tokens, one (n, d) tensor per layer.
+
+    `layers` are the network's own names or `early`, `middle`, `late`; `size` is the batch size.
+    """
     names = layer_names(network, layers)
 
     def see(inputs: Tensor) -> Mapping[str, Tensor]:

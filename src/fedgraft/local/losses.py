@@ -39,7 +39,7 @@ def _no_other_models(vectors: Sequence[Tensor], inputs: Tensor, entry: int) -> l
 
 @dataclass(frozen=True)
 class LossContext:
-    """What a loss may read before the first step of a round, and after the last."""
+    """What a loss may read before the first step of a client's round, and after the last; `local.train` makes it."""
 
     network: Network
     labels: Tensor
@@ -95,6 +95,7 @@ def cross_entropy(label_smoothing: Rest = 0.0, class_weights: Literal["own", "fe
     from_federation = class_weights == "federation"
 
     def begin(context: LossContext) -> Value:
+        """Return the loss of a batch, with class weights if they are configured."""
         weight: Tensor | None = None
         if class_weights is not None:
             weight = balancing(known_counts(context, from_federation))
@@ -151,6 +152,7 @@ def calibrated(tau: NotNegative = 1.0, label_smoothing: Rest = 0.0) -> Loss:
     """
 
     def begin(context: LossContext) -> Value:
+        """Return the loss of a batch, with margins from the client's class counts."""
         margin = margins(context.counts.float(), tau)
 
         def value(network: Network, inputs: Tensor, labels: Tensor, entry: int) -> Tensor:
@@ -175,12 +177,14 @@ def contrastive(weight: NotNegative = 1.0, temperature: Positive = 0.5, label_sm
     """
 
     def begin(context: LossContext) -> Value:
+        """Return the loss of a batch; plain cross-entropy where there is nothing to contrast with."""
         previous = context.memory.get("previous_model")
         common = context.values.clone()
         if weight == 0 or previous is None or previous.shape != common.shape:
             return cross_entropy(label_smoothing).begin(context)
 
         def value(network: Network, inputs: Tensor, labels: Tensor, entry: int) -> Tensor:
+            """Return cross-entropy plus the contrast with the features of the common and the previous model."""
             towards, away = context.look([common, previous], inputs, entry)  # (B, width) each
             z = network.features(inputs, entry)
             loss = softmax_loss(network(z, network.depth), labels, label_smoothing=label_smoothing)

@@ -64,11 +64,13 @@ def sgdm(
     """
 
     def init(size: int) -> OptimizerState:
+        """Return a velocity of zeros; no state without momentum."""
         if not momentum:
             return {}
         return {"velocity": torch.zeros(size), "steps": torch.zeros(1)}
 
     def step(values: Tensor, gradient: Tensor, state: OptimizerState, lr: float) -> None:
+        """Step the values and the state in place; the gradient may be changed too."""
         if weight_decay and decoupled:
             values.mul_(1 - lr * weight_decay)
         elif weight_decay:
@@ -89,6 +91,7 @@ def sgdm(
             values.sub_(velocity, alpha=lr)
 
     def effective_steps(steps: int) -> float:
+        """Return the displacement after so many steps of a constant unit gradient at learning rate 1."""
         # Mass of the gradients' coefficients in the total displacement, from a zero buffer.
         gains = [(1 - momentum**i) / (1 - momentum) for i in range(1, steps + 2)]
         if nesterov:
@@ -113,6 +116,7 @@ def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_de
         return {"first": torch.zeros(size), "second": torch.zeros(size), "steps": torch.zeros(1)}
 
     def step(values: Tensor, gradient: Tensor, state: OptimizerState, lr: float) -> None:
+        """Step the values and the state in place."""
         state["steps"] += 1
         t = state["steps"].item()
         state["first"].lerp_(gradient, 1 - beta1)

@@ -102,6 +102,7 @@ def plateau(
     """
 
     def rate(t: int, total: int, history: Sequence[float]) -> float:
+        """Return the rate after the validation losses in `history`."""
         current = lr
         best = math.inf
         bad = 0  # evaluations without an improvement
@@ -123,6 +124,7 @@ def warmed(schedule: Schedule, length: int, start: float = 0.0) -> Schedule:
     """Return the schedule with a linear warm-up from `start` times the rate over the first `length` positions."""
 
     def rate(t: int, total: int, history: Sequence[float]) -> float:
+        """Return the schedule's rate times the ramp at position t."""
         ramp = 1.0
         if length:
             ramp = start + (1 - start) * min(1.0, (t + 1) / length)

@@ -16,10 +16,14 @@ from fedgraft.core.rng import torch_stream
 from fedgraft.metrics.evaluate import evaluate
 
 GRID = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+"""The self-weights that a client tries."""
 
 
 def split_aside(rows: Tensor, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
-    """Return the rows a client trains on and those it sets aside, the same in every round; none of a single row."""
+    """Return the rows a client trains on and those it sets aside; the same in every round.
+
+    `share` is the fraction set aside; a client with a single row sets none aside.
+    """
     if not share:
         return rows, rows[:0]
     count = min(len(rows) - 1, max(1, round(share * len(rows))))

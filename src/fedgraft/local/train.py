@@ -121,7 +121,7 @@ class LocalTraining:
         return self.optimizer.provides
 
     def of(self, client: int) -> LocalTraining:
-        """Return the local training of this client."""
+        """Return the local training of this client, with its own number of steps where these differ."""
         if not self.client_steps:
             return self
         steps = self.client_steps[client % len(self.client_steps)]
@@ -161,13 +161,17 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of local training: optimizer state, mean loss, steps, results of the correction and of the loss."""
+    """The result of local training of one client."""
 
     state: OptimizerState
+    """The optimizer's state, by parameter group."""
     loss: float
+    """Mean loss over the batches."""
     steps: int
     effective_steps: float
+    """Displacement by a constant unit gradient; NaN if the optimizer has no fixed one."""
     closing: Closing
+    """New memory entries of correction and loss, and vectors that the correction sends."""
 
 
 def drawn(rows: Tensor, rule: LocalTraining, generator: torch.Generator, chances: Tensor | None = None) -> Tensor:
@@ -215,6 +219,18 @@ def train(
     counts: Tensor | None = None,
 ) -> Trained:
     """Train the flat vector, and with it the network, on these rows in place; buffers are read back at the end.
+
+    Args:
+        flat: the network's trained coordinates as one vector.
+        examples: what `rows` are rows of.
+        rule: steps or epochs, optimizer, correction and other options.
+        lr: returns the learning rate of a step, counted from 0.
+        shuffle, augment: generators of the order of rows and of the augmentation.
+        loss: None: cross-entropy.
+        auxiliary: vectors that the request carries for the correction.
+        memory: the client's memory, which is read and not changed.
+        state: the optimizer's state of the last round, which is changed in place; None: a new one.
+        counts: images of each class over all clients, where loss or sampling needs them.
 
     A batch of one image (a client with one image, or the last batch of an epoch) can leave a batch-norm layer with a
     single value per channel, which has no variance. Such a layer then normalises with its running statistics and does
@@ -280,13 +296,17 @@ def train(
 
 @contextmanager
 def lone_values_by_running_statistics(network: Network, images: int) -> Iterator[None]:
-    """Let batch-norm layers with one value per channel use running statistics; only a batch of one image has such."""
+    """Let batch-norm layers that see one value per channel use their running statistics inside the block.
+
+    `images` is the batch size; only a batch of one image can have such layers.
+    """
     if images > 1:
         yield
         return
     switched: list[nn.Module] = []
 
     def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Switch a training layer with one value per channel to evaluation mode (a hook)."""
         values = inputs[0]
         lone = values.numel() == values.shape[1]
         if layer.training and lone and layer.running_mean is not None:
@@ -305,10 +325,11 @@ def lone_values_by_running_statistics(network: Network, images: int) -> Iterator
 
 
 def _feature_reader(network: Network, flat: Flat) -> Look:
-    """Return the function by which a loss computes features under other models of the same space."""
+    """Return the function `look` by which a loss computes features under other models of the same space."""
 
     @torch.no_grad()
     def look(vectors: Sequence[Tensor], inputs: Tensor, entry: int) -> list[Tensor]:
+        """Return the features under each of these models; the model in training is put back."""
         flat.pull_buffers()  # the present statistics, so that they are restored with the values
         present = flat.values.clone()
         features = []

@@ -65,6 +65,7 @@ def normalise() -> UpdateLink:
     """
 
     def apply(update: Tensor, sending: Sending) -> tuple[Tensor, dict[str, float]]:
+        """Return the update divided by the effective steps, and {"tau": effective steps}."""
         scaled = update.clone()
         scaled[: sending.trained] /= sending.effective_steps
         return scaled, {"tau": sending.effective_steps}

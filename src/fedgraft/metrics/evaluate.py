@@ -68,7 +68,10 @@ def evaluate(network: Network, examples: Examples, rows: Tensor, batch_size: int
 def evaluate_with_sums(
     network: Network, examples: Examples, rows: Tensor, batch_size: int = 512, threads: int = 1, scores: bool = True
 ) -> tuple[Evaluation, dict[str, Tensor]]:
-    """Return the evaluation of `evaluate` and the sums of `metrics.scores`; no sums if `scores` is false."""
+    """Return loss and accuracies on these rows, and the sums of `metrics.scores` by name ({} if `scores` is false).
+
+    The network is left in evaluation mode. `threads` work on batches without changing the bits, as in `evaluate`.
+    """
     network.eval()
     batches = rows.split(batch_size)
     with phase("evaluation", len(rows), "images") as progress:

@@ -96,7 +96,10 @@ def share_covariance(hits: Array, n: Array) -> Array:
 
 
 def f1_covariance(confusion: Array) -> Array:
-    """Return the covariance (C, C) of the F1 of classes: a confusion of two classes lowers the F1 of both."""
+    """Return the covariance (C, C) of the F1 of classes, from the confusion matrix (true class by row).
+
+    A confusion of two classes lowers the F1 of both.
+    """
     hits = np.diagonal(confusion)
     both = confusion.sum(0) + confusion.sum(1)
     size = np.maximum(1, both)  # a class that occurs nowhere has an F1 of 0 here
@@ -131,7 +134,7 @@ def calibration_error(count: Array, confidence_sum: Array, correct: Array) -> tu
 
 
 def mean_interval(total: float, squares: float, n: int) -> tuple[float | None, float | None]:
-    """Return Student's limits of a mean of non-negative numbers, from their sum and sum of squares.
+    """Return Student's limits of a mean of n non-negative numbers, from their sum and sum of squares.
 
     A single number has no interval: (None, None).
     """

@@ -171,7 +171,11 @@ def reliability(sums: Mapping[str, Tensor]) -> list[ReliabilityBin]:
 
 
 def select_value(sums: Mapping[str, Tensor], metric: str, names: Sequence[str] | None = None) -> float:
-    """Return one metric as a number to choose the best round by: higher is better, so errors are negated."""
+    """Return one metric as a number by which to choose the best round: higher is better, so errors are negated.
+
+    `metric` is a name of `NAMES`, or of one class `f1:CLASS`; `names` are the classes, by default their numbers. Raises
+    if the metric is undefined for these images.
+    """
     if names is None:
         names = [str(number) for number in range(len(sums["confusion"]))]
     check_metric(metric, names)
@@ -268,7 +272,7 @@ def _histogram_auroc_metrics(
 def auroc_metrics(
     area: Array, bound: Array, sides: Array, covariance: Array | None, names: Sequence[str]
 ) -> dict[str, Metric | None]:
-    """Return the AUROC of each class and their mean as metrics.
+    """Return the AUROC of each class and their mean as metrics: `auroc:class` and `auroc`.
 
     `sides` (2, C) counts negative and positive images by class. `area` and `bound` (the largest error due to bins) are
     (k,), `covariance` is (k, k) or unknown (None), for the k classes that have images on both sides.
@@ -303,7 +307,15 @@ def _error_metrics(sums: Mapping[str, Array], values: Mapping[str, Array]) -> di
 def _mean_metric(
     values: Array, limits: tuple[Array, Array], covariance: Array | None, n: int, unit: str = "", binned: float = 0.0
 ) -> Metric | None:
-    """Return the mean over classes as a metric, None without classes."""
+    """Return the mean over classes as a metric; None without classes.
+
+    Args:
+        values: the metric by class, (k,).
+        limits: lower and upper limits by class, (k,) each.
+        covariance: of the values, (k, k); None: unknown.
+        n: images behind the mean.
+        binned: the largest error due to histogram bins.
+    """
     if not len(values):
         return None
     low, high = intervals.mean_of(values, *limits, covariance)

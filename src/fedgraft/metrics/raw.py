@@ -18,9 +18,10 @@ from fedgraft.metrics.metrics import UNITS, Array, Metric, auroc_metrics, comput
 
 
 def exact(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Metric | None]:
-    """Return every metric of these predictions (n, C), with the AUROC of the scores themselves, ties counted as half.
+    """Return every metric of these predictions, with the AUROC of the scores themselves, ties counted as half.
 
-    The interval of the mean AUROC is narrower than from histograms: here the covariance of the classes is known.
+    `logits` are (n, C), `names` the classes. The interval of the mean AUROC is narrower than from histograms: here the
+    covariance of the classes is known.
     """
     metrics = compute(scores.count_scores(logits, labels, len(names)), names)
     positive = (labels.cpu()[:, None] == torch.arange(len(names))).numpy()  # (n, C)
@@ -36,7 +37,10 @@ def exact(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Met
 
 
 def auroc_influence(score: Array, positive: Array) -> tuple[float, Array]:
-    """Return the AUROC of scores (n,) and the influence of each image on it; both sides must have images."""
+    """Return the AUROC of scores (n,) and the influence of each image on it, (n,).
+
+    `positive` (n,) is bool; both sides must have images. The influences' squares add up to the variance (DeLong).
+    """
     from scipy.stats import rankdata
 
     m = positive.sum()
@@ -51,10 +55,10 @@ def auroc_influence(score: Array, positive: Array) -> tuple[float, Array]:
 def paired_bootstrap(
     first: Tensor, second: Tensor, labels: Tensor, names: Sequence[str], seed: int, draws: int = 1000
 ) -> dict[str, Metric | None]:
-    """Return every metric of the first model minus the second's on the same images, with a bootstrap over images.
+    """Return every metric of the first model minus the second's on the same images, with a bootstrap interval.
 
-    The limits are the 2.5 % and 97.5 % points over the draws in which the metric is defined. AUROCs are those of the
-    histograms.
+    `first` and `second` are the models' logits (n, C). The limits are the 2.5 % and 97.5 % points over the draws in
+    which the metric is defined. AUROCs are those of the histograms.
     """
     stream = numpy_stream(seed, "paired bootstrap")
     n = len(labels)
@@ -71,7 +75,7 @@ def paired_bootstrap(
 
 
 def _values_by_sample(images: scores.ImageScores, samples: Sequence[Array], names: Sequence[str]) -> dict[str, Array]:
-    """Return every metric on each sample of rows, (len(samples),)."""
+    """Return every metric (by name) on each sample of rows, (len(samples),) each; NaN where it is undefined."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         rows = torch.from_numpy(sample)
@@ -87,7 +91,10 @@ def _values_by_sample(images: scores.ImageScores, samples: Sequence[Array], name
 
 
 def _difference(gaps: Array, n: int, name: str) -> Metric | None:
-    """Return the first gap as a metric, with limits from the others; None if it is undefined."""
+    """Return the first gap, that of all images, as a metric with limits from the others, the resamples.
+
+    None if it is undefined. `name` is the metric's, from which the unit follows.
+    """
     if np.isnan(gaps[0]):
         return None
     low, high = np.nanquantile(gaps[1:], [0.025, 0.975])

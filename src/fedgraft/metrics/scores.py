@@ -155,12 +155,12 @@ def sum_scores(images: ImageScores, classes: int) -> dict[str, Tensor]:
 
 
 def count_scores(logits: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
-    """Return the sums of these images, from logits (n, C) and labels (n,)."""
+    """Return the sums over these images that the module's text lists, by name, from logits (n, C) and labels (n,)."""
     return sum_scores(score_images(logits, labels, classes), classes)
 
 
 def merge_scores(parts: Iterable[Mapping[str, Tensor]], classes: int) -> dict[str, Tensor]:
-    """Return the sums of several sets of images together; zeros if there is no set."""
+    """Return the sums (by name) of several sets of images added up; zeros if there is no set."""
     total = {name: torch.zeros(layout.shape, dtype=torch.float64) for name, layout in shapes(classes).items()}
     for part in parts:
         for name, value in total.items():
@@ -191,7 +191,7 @@ def _count(places: Tensor, length: int) -> Tensor:
 
 
 def _weighted_count(places: Tensor, weights: Tensor, length: int) -> Tensor:
-    """Return the sum of the weights at each of the places 0..length-1, float64."""
+    """Return the sum of the weights at each of the positions 0..length-1, float64; `places` are the positions."""
     return torch.bincount(places, weights.double(), minlength=length).double()
 
 

@@ -136,7 +136,7 @@ def _holm(differences: list[Difference]) -> list[Difference]:
 
 
 def rounds_to(rounds: Sequence[int], accuracy: Sequence[float], target: float) -> int | None:
-    """Return the first round at which the accuracy reaches the target, or None."""
+    """Return the first of these rounds whose accuracy reaches the target; None if none does."""
     for number, value in zip(rounds, accuracy, strict=True):
         if value >= target:
             return number
@@ -144,7 +144,12 @@ def rounds_to(rounds: Sequence[int], accuracy: Sequence[float], target: float) -
 
 
 def bytes_to(lines: Sequence[Mapping[str, Any]], target: float) -> int | None:
-    """Return the bytes sent up and down until a run's metrics first reach the validation accuracy, or None."""
+    """Return the bytes sent up and down until a run first reaches the validation accuracy `target`.
+
+    None if it never does.
+
+    `lines` are the lines of its metrics.jsonl.
+    """
     sent = 0
     for line in lines:
         sent += line.get("bytes_up") or 0

@@ -30,7 +30,16 @@ def export_adapter(
     preprocessor: Mapping[str, Any],
     card: str,
 ) -> Path:
-    """Write the factors and the head of `network`, whose other weights are those of `base`, to a new folder."""
+    """Write the factors and the head of `network` as a PEFT adapter to a new folder; return the folder.
+
+    Args:
+        base: the network without factors; all other weights must be equal to it.
+        labels: class names; None: `class 0`, ...
+        preprocessor: content of preprocessor_config.json.
+        card: text of README.md.
+
+    peft reads the folder back and must give the same logits before it appears.
+    """
     try:
         import peft
     except ImportError as error:
@@ -54,7 +63,7 @@ def export_adapter(
 
 
 def _peft_model(network: VisionNetwork, model: Any) -> Any:
-    """Return transformers' model of the base inside peft's, with the factors of this network."""
+    """Return `model`, transformers' model of the base, inside a PEFT model with this network's low-rank factors."""
     import peft
 
     layers: dict[str, Any] = {}
@@ -109,7 +118,11 @@ def _classifier(base: VisionNetwork, head: nn.Linear | None, names: Sequence[str
 
 
 def _target_modules(model: nn.Module, names: Mapping[str, Any]) -> list[str]:
-    """Return what names exactly these layers: the last parts of their names if no other layer ends so, else all."""
+    """Return PEFT's `target_modules` for exactly these layers.
+
+    These are the last parts of the layers' names if no other layer of the model ends so, else the full names. `names`
+    are the layers by full name.
+    """
     endings = sorted({name.rpartition(".")[2] for name in names})
     matched = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in endings}
     if matched == set(names):

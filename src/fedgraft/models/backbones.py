@@ -56,10 +56,17 @@ def model(
 ) -> VisionNetwork:
     """Return the network of this source in float32: with a fresh head for `classes`, else the stored one, else none.
 
-    A run makes the head where none fits its data. Everything that is drawn (the head, and the backbone where nothing is
-    pretrained) comes from `seed`. Another image size than the pretrained one interpolates the position embeddings once;
-    the result is a plain network. A model object does not know its preprocessing: give its image processor, or the
-    content of its preprocessor_config.json.
+    Args:
+        source: a name, a folder, a Hub name or a model object, as in the module's table; a `VisionNetwork` is returned
+            as it is.
+        classes: number of classes; None: the stored head, or an empty one that a run replaces.
+        image_size: side of the images; another one than the pretrained interpolates the position embeddings once.
+        dropout: share dropped before the head.
+        seed: of everything that is drawn: the head, and the backbone where nothing is pretrained.
+        preprocessor: image processor of a model object, which does not know it, or the content of its
+            preprocessor_config.json.
+
+    A Hub name is fetched from the network if it is not in the local cache.
     """
     if isinstance(source, VisionNetwork):
         return source
@@ -126,7 +133,10 @@ def load_network(
 
 
 def _load_named(name: str | Path, seed: int) -> tuple[Any, folders.StoredHead, folders.SourceFacts]:
-    """Return the backbone of a name or path, its stored head, and the facts about it."""
+    """Return the backbone of a name or path, its stored head (None: none), and the facts about its source.
+
+    `seed` draws the weights of a backbone that is not pretrained. A Hub name may be fetched.
+    """
     text = _ALIASES.get(str(name), str(name))
     kind, _, options = text.partition(":")
     if kind in _DEFAULTS:
@@ -141,7 +151,10 @@ def _load_named(name: str | Path, seed: int) -> tuple[Any, folders.StoredHead, f
 
 
 def _copy_object(source: Any) -> tuple[Any, folders.StoredHead, folders.SourceFacts]:
-    """Return a copy of a model object, built anew without pooler and with everything random inside it off."""
+    """Return a copy of a transformers model's backbone, its stored head, and the facts about it.
+
+    The copy is built anew without pooler and with everything random inside it off.
+    """
     base = getattr(source, "base_model", None)
     config = getattr(source, "config", None)
     if not isinstance(source, nn.Module) or base is None or config is None:

@@ -36,7 +36,10 @@ _USE = {"merged": ("transformers", _LOAD), "adapter": ("peft", _LOAD_ADAPTER), "
 
 @dataclass(frozen=True)
 class Card:
-    """The facts of a card. Texts may name files: only the last piece of a path is published."""
+    """The facts of a model card, which `text` writes as README.md.
+
+    Of a path in them only the last piece is published.
+    """
 
     title: str
     data: str

@@ -47,7 +47,10 @@ def from_dino(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_dino(path: Path) -> Any:
-    """Return a ViT from a safetensors file with DINO's names; its shape follows from the weights (64 wide per head)."""
+    """Return a ViT from a safetensors file with DINO's names.
+
+    Its width, depth and patch follow from the shapes of the weights, with 64 numbers per attention head.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     from transformers import ViTConfig, ViTModel

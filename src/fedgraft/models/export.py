@@ -27,7 +27,11 @@ from fedgraft.models.small import SmallConfig
 def export_model(
     network: VisionNetwork, folder: str | Path, labels: Sequence[str] | None, preprocessor: Mapping[str, Any], card: str
 ) -> Path:
-    """Write weights, configuration, preprocessing and model card to `folder`, which must be new or empty."""
+    """Write weights, configuration, preprocessing and model card to `folder`, which must be new or empty; return it.
+
+    `labels` are class names (None: `class 0`, ...), `preprocessor` the content of preprocessor_config.json, `card` the
+    text of README.md.
+    """
     classifier = to_classifier(network, label_names(network, labels))
     with atomic_folder(Path(folder)) as new_folder:
         with quiet():
@@ -180,7 +184,7 @@ def _fill_head(model: Any, head: nn.Linear) -> None:
 
 @torch.no_grad()
 def check_same(network: VisionNetwork, model: Any) -> None:
-    """Refuse a model that does not give this network's logits on random images."""
+    """Raise if the transformers model does not give this network's logits on random images."""
     training = network.training
     images = torch.randn(2, 3, network.image_size, network.image_size, generator=torch_stream(0, "export"))
     network.eval()

@@ -27,22 +27,22 @@ Pool = Callable[[Tensor, nn.Module], Tensor]
 
 
 def class_token(hidden: Tensor, norm: nn.Module) -> Tensor:
-    """Return the first token, normed."""
+    """Return the first token of (B, T, D), normed."""
     return norm(hidden[:, 0])  # (B, D)
 
 
 def mean_token(hidden: Tensor, norm: nn.Module) -> Tensor:
-    """Return the mean over normed tokens."""
+    """Return the mean over the normed tokens of (B, T, D)."""
     return norm(hidden).mean(1)  # (B, D)
 
 
 def mean_map(hidden: Tensor, norm: nn.Module) -> Tensor:
-    """Return the mean over a map, normed."""
+    """Return the mean over a map (B, D, H, W), normed."""
     return norm(hidden.mean((2, 3)))  # (B, D)
 
 
 def whole_map(hidden: Tensor, norm: nn.Module) -> Tensor:
-    """Return every value of a map."""
+    """Return every value of a map (B, D, H, W), normed."""
     return norm(hidden.flatten(1))  # (B, D * H * W)
 
 
@@ -87,9 +87,9 @@ class Family:
         return depth
 
     def run(self, backbone: nn.Module, inputs: Tensor, entry: int, until: int, whole: bool = False) -> Tensor:
-        """Return activations at entry `until` from inputs at an earlier one.
+        """Return activations at entry `until` from inputs at `entry`, with this backbone.
 
-        With `whole`, tokens that nothing after them reads are computed too.
+        With `whole`, tokens that nothing after them reads are computed too (for probes of hidden layers).
         """
         hidden = inputs  # (B, T, D) or maps
         if entry == 0:

@@ -39,7 +39,7 @@ class SourceFacts:
 
 
 def locate(name: str) -> Path:
-    """Return the folder or file of a name: a local path, else the Hub's `owner/name`, optionally `@revision`."""
+    """Return the folder or file of a name: a local path, or a Hub repository `owner/name[@revision]`, fetched."""
     path = Path(name).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
         return path
@@ -55,7 +55,10 @@ def locate(name: str) -> Path:
 
 
 def _fetch(name: str) -> Path:
-    """Copy a Hub repository's configuration and safetensors (nothing else) into the local cache."""
+    """Download a Hub repository's configuration and safetensors (nothing else) into the local cache.
+
+    Return the folder.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -217,7 +220,7 @@ def head_of(state: Mapping[str, Tensor]) -> StoredHead:
 
 
 def fitting_head(stored: StoredHead, width: int, where: str) -> tuple[StoredHead, str]:
-    """Return the stored head if it reads `width` numbers, else None and the reason."""
+    """Return the stored head if it reads `width` features, else None and the reason; `where` names its source."""
     if stored is None:
         return None, ""
     weight, bias = stored

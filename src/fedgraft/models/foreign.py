@@ -133,7 +133,7 @@ def _control_randomness(net: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def _first_readable_size(net: nn.Module, sizes: Sequence[int]) -> tuple[int, Tensor, Tensor]:
-    """Return the first of these sizes that the module reads, random images of it, and the module's outputs."""
+    """Return the first of these image sides that the module reads, random images of it, and the module's outputs."""
     last_error: Exception | None = None
     for size in sizes:
         images = torch.randn(2, 3, size, size, generator=torch_stream(0, "module"))

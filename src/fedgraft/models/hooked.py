@@ -72,6 +72,7 @@ class Hooked:
         if entry:
 
             def replace_input(_block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+                """Replace the first argument of the entered block by the activations (a hook)."""
                 return (inputs, *arguments[1:])
 
             hooks.append(blocks[entry].register_forward_pre_hook(replace_input))
@@ -128,7 +129,8 @@ def pooled_output(output: Any) -> Tensor:
 def block_of_modules(backbone: nn.Module, paths: Sequence[str], images: Tensor) -> dict[str, int]:
     """Return for each module outside the blocks the block that had begun when it was first called.
 
-    It is -1 before the first block and the number of blocks after the last. Blocks must run once each, in order.
+    `paths` are the blocks in order; `images` go through the backbone once to see it. The value is -1 before the first
+    block and the number of blocks after the last. Blocks must run once each, in order.
     """
     owners: dict[str, int] = {}
     current_block = -1
@@ -137,6 +139,7 @@ def block_of_modules(backbone: nn.Module, paths: Sequence[str], images: Tensor) 
         """Return a hook that notes that the module of this name begins."""
 
         def begin(*_: Any) -> None:
+            """Count a block that begins, or note the block in which another module is called."""
             nonlocal current_block
             if name in paths:
                 if paths.index(name) != current_block + 1:

@@ -27,7 +27,7 @@ class SmallConfig:
     channels: int = 0
 
     def at(self, size: int) -> SmallConfig:
-        """Return the configuration for images of another size."""
+        """Return the configuration for images of another side; refuse one that is too small, or features."""
         if not self.channels:
             raise FedgraftError(
                 "E-MODELS-FEATURES-SIZE",

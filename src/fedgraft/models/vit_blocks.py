@@ -23,7 +23,11 @@ from torch.nn.functional import layer_norm, linear
 
 
 def tokens_of(block: Any, hidden: Tensor) -> Tensor:
-    """Return the output of a block for its tokens (B, T, D)."""
+    """Return the output of a plain ViT block for its tokens (B, T, D), with query, key and value as one product.
+
+    Where hooks or frozen layers forbid that, the block itself is called. The scale and shift of the first norm are
+    folded into the product where nothing before it needs a gradient.
+    """
     attention = block.attention
     norm = block.layernorm_before
     if not _has_no_hooks(block, attention) or not _can_be_one_product(attention):
@@ -56,10 +60,11 @@ def class_token_of(block: Any, hidden: Tensor) -> Tensor:
 
 
 def _attend_by_elements(attention: Any, query: Tensor, normed: Tensor) -> Tensor:
-    """Return the attention of one query to all tokens, by their keys and values.
+    """Return the attention of one query to all tokens, (B, heads * head_dim), by their keys and values.
 
-    One query is no matrix: the rounding of a product with it may depend on where its row lies in memory, so features
-    would depend on their neighbours. Products element by element, summed, do not, and take no longer.
+    `query` is (B, 1, heads, head_dim), `normed` are the tokens (B, T, D). One query is no matrix: the rounding of a
+    product with it may depend on where its row lies in memory, so features would depend on their neighbours. Products
+    element by element, summed, do not, and take no longer.
     """
     key = attention.k_proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # (B, heads, T, head_dim)
     value = attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
@@ -68,10 +73,11 @@ def _attend_by_elements(attention: Any, query: Tensor, normed: Tensor) -> Tensor
 
 
 def _attend_by_tokens(attention: Any, query: Tensor, normed: Tensor) -> Tensor:
-    """Return the same without a key or a value for each token: q·(Kn) = (Kᵀq)·n, and Σ a (Vn) = V Σ a n.
+    """Return what `_attend_by_elements` returns, up to rounding, without a key or a value for each token.
 
-    The bias of the keys adds the same to every token's score, which the softmax takes away again; it stays in the sum
-    so that its gradient, rounding around zero, is there as in the block itself.
+    It uses q·(Kn) = (Kᵀq)·n, and Σ a (Vn) = V Σ a n. The bias of the keys adds the same to every token's score, which
+    the softmax takes away again; it stays in the sum so that its gradient, rounding around zero, is there as in the
+    block itself.
     """
     scaled = query.squeeze(1).transpose(0, 1) * attention.scaling  # (heads, B, head_dim)
     key = attention.k_proj.weight.unflatten(0, (-1, attention.head_dim))  # (heads, head_dim, D)

@@ -40,6 +40,8 @@ def _accounting_library() -> Any:
         raise MissingExtra("dp-accounting", "privacy", "the privacy account") from error
 
     class Library:
+        """The classes of `dp_accounting` under short names."""
+
         Composed = dp_accounting.SelfComposedDpEvent
         Poisson = dp_accounting.PoissonSampledDpEvent
         Gaussian = dp_accounting.GaussianDpEvent
@@ -65,9 +67,10 @@ def _check_account(probability: float, noise: float, rounds: int, delta: float) 
 
 @lru_cache(maxsize=1024)
 def epsilon(probability: float, noise: float, rounds: int, delta: float) -> float:
-    """Return the epsilon spent by `rounds` rounds: by PLD, or a cheap upper bound where PLD is too slow.
+    """Return the epsilon at `delta` that `rounds` rounds spend: by PLD, or a cheap upper bound where PLD is too slow.
 
-    Infinity where the bound exceeds `NO_GUARANTEE`.
+    `probability` is that of a client to be sampled in a round, `noise` the noise multiplier. Infinity where the bound
+    exceeds `NO_GUARANTEE`.
     """
     _check_account(probability, noise, rounds, delta)
     if rounds == 0:
@@ -130,6 +133,7 @@ def epsilon_known_cohorts(probability: float, noise: float, rounds: int, delta: 
     participations = _participation_probabilities(rounds, probability)
 
     def mean_delta(candidate: float) -> float:
+        """Return the delta at the epsilon `candidate`, averaged over how often a client takes part."""
         total = 0.0
         for count, weight in participations:
             total += weight * _gaussian_delta(candidate, noise / math.sqrt(count))
@@ -181,7 +185,11 @@ def _smallest_epsilon(delta_at: Callable[[float], float], delta: float) -> float
 
 @lru_cache(maxsize=64)
 def noise_for(target: float, probability: float, rounds: int, delta: float, tolerance: float = 2e-3) -> float:
-    """Return the smallest noise multiplier (within the relative tolerance, from above) that spends at most `target`."""
+    """Return the smallest noise multiplier that spends at most the epsilon `target` in `rounds` rounds at `delta`.
+
+    `probability` is that of a client to be sampled in a round. The result is at most the relative `tolerance` too
+    large. Raises where no noise reaches the target.
+    """
     if not target > 0 or rounds < 1:
         raise FedgraftError(
             "E-PRIVACY-TARGET",
@@ -229,9 +237,10 @@ def noise_for(target: float, probability: float, rounds: int, delta: float, tole
 
 
 def _crossing(epsilon_at: Callable[[float], float], target: float, low: float, high: float, width: float) -> float:
-    """Return the smallest noise, up to `width`, within the target; `low` exceeds the target and `high` does not.
+    """Return the smallest noise multiplier, up to the relative `width`, whose epsilon is at most the target.
 
-    The curve is nearly straight in logarithms, so a line through the ends meets the target close by, and a step to
+    `epsilon_at` returns the epsilon of a noise multiplier; that of `low` exceeds the target and that of `high` does
+    not. The curve is nearly straight in logarithms, so a line through the ends meets the target close by, and a step to
     each side of it closes the bracket: four or five evaluations, where halving takes eight.
     """
     side = 1
@@ -255,7 +264,10 @@ def _crossing(epsilon_at: Callable[[float], float], target: float, low: float, h
 
 @dataclass(frozen=True)
 class Budget:
-    """The privacy account of one run: `spent` rounds of at most `planned`."""
+    """The privacy account of one run: `spent` rounds of at most `planned`, within the epsilon `target` at `delta`.
+
+    `probability` is that of a client to be sampled in a round, `noise` the noise multiplier.
+    """
 
     target: float
     delta: float
@@ -302,7 +314,7 @@ class Budget:
         return epsilon(1.0, self.noise, self.spent, self.delta)
 
     def check(self) -> None:
-        """Compute the account of all planned rounds, so that a run whose account cannot be computed never starts."""
+        """Compute the epsilon of all planned rounds; raise if that is impossible, so that such a run never starts."""
         complete = replace(self, spent=self.planned)
         for spent in (complete.epsilon, complete.unamplified):
             if math.isnan(spent):

@@ -56,7 +56,10 @@ def clip(update: Tensor, bound: float) -> tuple[Tensor, bool]:
 
 
 def sensitivity(bound: float, largest_weight: float = 1.0, step: float = 0.0, length: int = 0) -> float:
-    """Return how far one client can move the sum: clip times weight, plus the rounding of a secure sum."""
+    """Return how far one client can move the sum (L2): the clipping bound times its weight, plus rounding.
+
+    `step` and `length` are the fixed-point step and the coordinates of a secure sum.
+    """
     return bound * largest_weight + step * math.sqrt(length)
 
 
@@ -66,7 +69,10 @@ def secret_key() -> bytes:
 
 
 def bound_key(key: bytes, total: Tensor) -> bytes:
-    """Return a key for this very sum: a round repeated over other answers must not reuse noise, or it cancels out."""
+    """Return a noise key for this very sum, derived from the run's key and the sum's bytes.
+
+    A round repeated over other responses must not reuse noise, or it cancels out in the difference.
+    """
     return hashlib.sha256(key + total.numpy().tobytes()).digest()
 
 
@@ -161,7 +167,10 @@ class AdaptiveClip:
         return (z**-2 - (2 * self.deviation) ** -2) ** -0.5
 
     def update(self, bound: float, within: float, answered: int, key: bytes, round_: int) -> float:
-        """Return the next bound from how many of the answering clients were within this one."""
+        """Return the next clipping bound, from how many of the answering clients were within this one.
+
+        `within` is that number, `answered` the number of clients; noise from (key, round) is added to the count.
+        """
         # Bits are centred at 1/2, so one client moves the count by 1/2; the fixed denominator applies here too.
         count = within - answered / 2
         if self.mechanism.noise > 0:
@@ -173,7 +182,11 @@ class AdaptiveClip:
 def check_combination(
     weighting: str, sampling: str, delta: float, population: int, largest_weight: float | None = None
 ) -> None:
-    """Refuse settings for which the account would be wrong."""
+    """Raise for settings under which the privacy account would be wrong.
+
+    `weighting` and `sampling` are names of the algorithm's, `population` is the number of clients, `largest_weight` the
+    cap of a client's weight (None: no cap).
+    """
     if weighting != "uniform" and largest_weight is None:
         raise FedgraftError(
             "E-PRIVACY-WEIGHTING",

@@ -75,6 +75,7 @@ class DifferentialPrivacy:
             reported = {"within": 1.0}
 
         def apply(update: Tensor, sending: Sending) -> tuple[Tensor, dict[str, float]]:
+            """Return the clipped update and, with adaptive clipping, whether it was within the bound (1 or 0)."""
             clipped, within = clip(update, float(sending.settings["clip"]))
             if self.adaptive is None:
                 return clipped, {}
@@ -83,7 +84,7 @@ class DifferentialPrivacy:
         return UpdateLink("clip", apply, reported, whole=("within",), requires=NOTHING)
 
     def advance_from_updates(self, step: Step, updates: Sequence[Tensor], within: float) -> ServerState:
-        """Return the state after the noised sum of updates that arrived in the clear, of which `within` were unclipped.
+        """Return the state after the noised sum of updates in the clear, of which `within` were not clipped.
 
         An empty round releases noise too: who took part is private.
         """
@@ -96,11 +97,21 @@ class DifferentialPrivacy:
     def advance_from_sum(
         self, step: Step, total: Tensor, within: float, answered: int, rounding: float | None
     ) -> ServerState:
-        """Return the state after a noised secure sum whose fixed-point numbers lie `rounding` apart."""
+        """Return the state after a noised secure sum.
+
+        Args:
+            total: the sum of clipped updates over the clients that are counted.
+            within: how many of them were within the clipping bound.
+            answered: how many are counted.
+            rounding: distance of the sum's fixed-point numbers; None: 0.
+        """
         return self._release(step, total.double(), within, answered, rounding or 0.0)
 
     def _release(self, step: Step, total: Tensor, within: float, answered: int, rounding: float) -> ServerState:
-        """Add noise to the clipped sum, divide it by the fixed denominator, and take the server's step."""
+        """Return the state after adding noise to the clipped sum, dividing by the fixed denominator, and stepping.
+
+        `within` of the `answered` clients were within the bound, from which adaptive clipping sets the next one.
+        """
         state = step.state
         key = self.key
         if self.bound:
@@ -120,7 +131,7 @@ class DifferentialPrivacy:
 
 @dataclass(frozen=True)
 class SumOptions:
-    """Options of a secure sum; unused where updates are in the clear."""
+    """The options of a secure sum; a strategy whose updates are in the clear has them unused."""
 
     limit: float = 1.0
     """Largest absolute value of a coordinate inside the sum; larger ones are cut to it."""
@@ -138,7 +149,10 @@ class SumOptions:
 
 @dataclass(frozen=True)
 class OpenedMean:
-    """What secure aggregation reveals of a round: means and sums over the clients that stayed to the end."""
+    """What secure aggregation reveals of a round: means and sums over the clients that stayed to the end.
+
+    `server.secure_sum` makes it.
+    """
 
     update: Tensor | None = None
     """Weighted mean of the updates, float32; None: the sum was aborted or never began."""
@@ -214,7 +228,7 @@ class Clear:
         return {}
 
     def sum_capacity(self) -> int | None:
-        """Return how many clients the fixed-point numbers of a training sum must have room for; None: those in it."""
+        """Return for how many summands the numbers of a training sum must have room; None: for the clients in it."""
         return None
 
     def rounding(self, segments: tuple[Segment, ...]) -> float | None:
@@ -367,9 +381,10 @@ class SecureAndPrivate(Private):
 def bounded_sum(collected: CollectedRound, clip_bound: float, length: int) -> tuple[Tensor, int]:
     """Return the sum behind an opened mean, and how many clients it counts: one less than are in it.
 
-    A cohort of one gives nothing and one of two would give both: one client would move the sum by two. Counting one
-    less than there are, (n - 1) times the mean, keeps every such step within one client's share. A sum that is longer
-    than clipped updates can give is not used.
+    `clip_bound` is the round's, `length` the number of coordinates. A cohort of one gives nothing and one of two would
+    give both: one client would move the sum by two. Counting one less than there are, (n - 1) times the mean, keeps
+    every such step within one client's share. A sum that is longer than clipped updates can give is not used: zeros,
+    and a warning.
     """
     opened = collected.opened_mean()
     clients = len(opened.survivors)
@@ -393,7 +408,7 @@ CLEAR = Clear()
 def secure(
     algorithm: Algorithm, limit: float = 1.0, threshold: int | None = None, degree: int | None = None
 ) -> Algorithm:
-    """Return the algorithm under secure aggregation."""
+    """Return the algorithm under secure aggregation; the options are those of `SumOptions`."""
     current = algorithm.privacy
     options = SumOptions(limit, threshold, degree)
     strategy: Privacy

@@ -20,7 +20,10 @@ _POINTS = 1500
 
 
 def run_charts(lines: Lines, best: int | None = None) -> list[Chart]:
-    """Return the charts of one run, with its best round marked; charts without a number are left out."""
+    """Return the charts of one run as the page's script reads them; charts without a number are left out.
+
+    `best` is the round that is marked in the accuracy.
+    """
     clients = "clients (mean, min-max)"
     applied = _line("applied", lines, _value("update_norm"))
     accuracy = _chart("Accuracy", " %", _line("validation", lines, _percent("accuracy")), _personal(lines))
@@ -76,7 +79,10 @@ def _chart(title: str, unit: str, *series: Points | None) -> Chart:
 
 
 def _series(name: str, lines: Lines, y: Sequence[float | None], band: Sequence[Any] = ()) -> Points | None:
-    """Return a series over rounds, without rounds that have no number; None if no round has one."""
+    """Return a series over rounds, without rounds that have no number; None if no round has one.
+
+    `y` has one value for each line, `band` one (low, high); an empty band: none is drawn.
+    """
     rounds = [line.get("round", i) for i, line in enumerate(lines)]
     return _thin(name, rounds, y, band)
 
@@ -155,7 +161,10 @@ def _seconds_by_phase(lines: Lines) -> list[Points | None]:
 
 
 def _mean_and_range(name: str, lines: Lines, by_round: Sequence[Sequence[float | None]]) -> Points | None:
-    """Return the mean over a round's clients with a band from minimum to maximum."""
+    """Return the mean over a round's clients with a band from minimum to maximum.
+
+    `by_round` holds the clients' values for each line.
+    """
     means: list[float | None] = []
     bands: list[tuple[float | None, float | None]] = []
     for values in by_round:
@@ -252,6 +261,7 @@ def _percent(*keys: str) -> Getter:
     """Return the getter of the share under nested keys, in percent."""
 
     def get(line: Mapping[str, Any]) -> float | None:
+        """Return the share of a line in percent; None if it has none."""
         share = _get(line, *keys)
         if share is None:
             return None

@@ -30,7 +30,10 @@ _LEGEND = 42
 
 
 def compare_runs(runs: Sequence[Path], out: Path, formats: Sequence[str] = ()) -> tuple[list[RunInfo], list[Path]]:
-    """Write the page and figures; return the rows of the table, and the paths of the files."""
+    """Write comparison.html and, by `formats`, accuracy figures to `out`.
+
+    Return the runs' rows and the written paths.
+    """
     if len(runs) < 2:
         raise FedgraftError("E-REPORT-ONE-RUN", "a comparison needs at least two runs", "name two or more run folders")
     folders = [RunRecord.open(path) for path in runs]
@@ -135,9 +138,10 @@ def _row(name: str, info: RunInfo, lines: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def _over_seeds(rows: Sequence[Mapping[str, Any]], configs: Configs) -> list[dict[str, Any]]:
-    """Return one row per setting, over runs that differ only in the seed; paired with the first setting if possible.
+    """Return one row per setting, over runs that differ only in the seed: mean test accuracy with intervals.
 
-    Settings with the same seeds as the first one are compared with it. No setting with two seeds means no rows.
+    `rows` are those of the results table, `configs` the flat configs by run. Settings with the same seeds as the first
+    one are compared with it in pairs. No setting with two seeds means no rows.
     """
     accuracies: dict[str, dict[str, float]] = {}
     settings: dict[str, Mapping[str, Any]] = {}

@@ -40,7 +40,7 @@ CLIENTS = 40
 class LiveProgress:
     """Phases and rounds as bars in a terminal, else as plain lines now and then; implements `tracking.Progress`.
 
-    Everything is drawn by `look`, which is called by time: a round costs nothing here.
+    Everything is drawn by `look`, which a timer calls: a round costs nothing here.
     """
 
     bar_after = 1.0
@@ -86,7 +86,7 @@ class LiveProgress:
             self.bar.stop()
 
     def start(self, total: int, done: int, text: str) -> None:
-        """Begin a run of `total` rounds, of which `done` were finished before."""
+        """Begin a run of `total` rounds, of which `done` were finished before; print `text`, which describes it."""
         self.console.print(text, highlight=False, markup=False)
         self.total = total
         self.done = done
@@ -106,7 +106,10 @@ class LiveProgress:
         self.done = line["round"]
 
     def look(self, phases: Sequence[Phase]) -> None:
-        """Draw the rounds, and the phases that last."""
+        """Draw the present round, and bars or lines for the phases that have lasted some seconds.
+
+        `phases` are under way.
+        """
         self._show_round()
         if self.live:
             self._draw_bars(phases)
@@ -270,7 +273,10 @@ def _print_note(console: Console, summary: Mapping[str, Any]) -> None:
 
 
 def _print_clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print one row per client: its metrics on its own test images; metrics of single classes are in the report."""
+    """Print one row per client with its metrics on its own test images, for the first `CLIENTS` clients.
+
+    Metrics of single classes are in the report.
+    """
     keys: dict[str, None] = {}
     for values in clients.values():
         for key in values:

@@ -62,7 +62,10 @@ _UNDATED: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"Creati
 def curves(
     path: Path | str, series: Series, *, xlabel: str = "", ylabel: str = "", title: str = "", levels: Levels = None
 ) -> Path:
-    """Draw lines with a band for the spread; the legend has the order in which they end. Return the path."""
+    """Draw lines with a band for the spread and write the figure; return its path.
+
+    The legend has the order in which the lines end. `levels` are named heights that are drawn across.
+    """
     with canvas(path, title) as figure:
         axes = figure.add_subplot()
         _draw_levels(axes, levels)
@@ -194,7 +197,7 @@ def scatter_front(
 
 
 def _draw_levels(axes: Axes, levels: Levels) -> None:
-    """Draw named heights across the axes."""
+    """Draw named heights as dashed lines across the axes."""
     for dashes, (name, height) in zip(itertools.cycle(DASHES[1:]), (levels or {}).items()):
         axes.axhline(height, color="#888888", linestyle=dashes, linewidth=1.2, zorder=0)
         transform = axes.get_yaxis_transform()
@@ -252,7 +255,11 @@ def looks() -> Iterator[tuple[str, str, str]]:
 
 
 def plot_lines(axes: Axes, series: Series, styles: Mapping[str, tuple[str, str, str]]) -> dict[str, Any]:
-    """Draw the lines and return them by label; texts on the x axis keep the order in which they first appear."""
+    """Draw the series on these axes and return the line objects by label.
+
+    `styles` gives colour, dash and marker by label. If an x is a text, all are names, in the order in which they first
+    appear.
+    """
     need(series, "series")
     all_x: list[Any] = []
     for values in series.values():
@@ -300,7 +307,7 @@ def dress(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
 
 
 def need(data: Any, what: str) -> None:
-    """Refuse to draw without data."""
+    """Raise if there is no data to draw; `what` names the data in the error."""
     if not len(data):
         raise FedgraftError("E-REPORT-NOTHING-TO-DRAW", f"there are no {what} to draw", "pass at least one")
 

@@ -41,7 +41,11 @@ def write_tables(path: Path | str, title: str, tables: Mapping[str, Rows], notes
 
 
 def write_page(path: Path | str, title: str, top: str, parts: Sequence[str], charts: Sequence[Any]) -> Path:
-    """Write a page of these parts under the header `top`; charts are drawn in `CHARTS` and `charts_at`."""
+    """Write a page of these parts under the header `top` to `path`; return the path.
+
+    `parts` are HTML; `charts` is the data of the charts, which the page's script draws into the elements of
+    `charts_at`.
+    """
     template = importlib.resources.files("fedgraft.report").joinpath("template.html").read_text("utf-8")
     script = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -60,7 +64,10 @@ def write_page(path: Path | str, title: str, top: str, parts: Sequence[str], cha
 
 
 def header(title: str, status: str, name: str, numbers: str, about: str = "") -> str:
-    """Return the top of a page: title, description, status, a link to the numbers as CSV, and the theme button."""
+    """Return the top of a page: title, description `about`, status, and a link that saves the numbers.
+
+    `numbers` is CSV text, which the link saves under the file name `name`.
+    """
     data = base64.b64encode(numbers.encode()).decode()
     link = f'<a class="button" download="{html.escape(name)}" href="data:text/csv;base64,{data}">Numbers as CSV</a>'
     badge = f'<span class="badge {safe(status.split()[0])}">{safe(status)}</span>'
@@ -168,7 +175,7 @@ def metrics_csv(lines: Rows) -> str:
 
 
 def csv_row(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one round as flat columns."""
+    """Return one line of metrics.jsonl as flat columns: nested keys joined by dots, clients as their mean."""
     row: dict[str, Any] = {}
     for key, value in line.items():
         if key == "clients":

@@ -23,9 +23,10 @@ _FULL_MATRIX = 200  # clients up to which a cohort's matrix is embedded in that 
 
 
 def by_client(lines: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
-    """Return scores by client and layer, clients in order, each the mean over the rounds the client took part in.
+    """Return alignment scores by client and layer, clients in order, each the mean over the client's rounds.
 
-    The last round alone would be uninformative if the learning rate ends at zero: every score is then 1.
+    `lines` are those of metrics.jsonl that have scores. The last round alone would be uninformative if the learning
+    rate ends at zero: every score is then 1.
     """
     scores: dict[int, list[dict[str, float]]] = {}
     for line in lines:
@@ -47,7 +48,10 @@ def shown_rounds(config: Config) -> set[int]:
 
 
 def keep_mixing(run: Path, config: Config, summary: RoundSummary) -> None:
-    """Store the mixing matrix of a round that will be shown; a resumed run writes the same bytes again."""
+    """Store the mixing matrix of a round in the run's folder of figures, if it is one of `shown_rounds`.
+
+    `run` is the run folder. A resumed run writes the same bytes again.
+    """
     number = summary.round + 1
     if "mixing" not in summary.extra or number not in shown_rounds(config):
         return

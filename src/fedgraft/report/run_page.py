@@ -41,7 +41,13 @@ Card = tuple[str, str, str]
 def write_report(
     run: RunRecord | Path | str, *, partition: Any = None, classes: Sequence[object] = (), clients: Sequence[str] = ()
 ) -> Path:
-    """Write a run's `report.html`; `partition` counts images by client and class, named by `clients` and `classes`."""
+    """Write a run's `report.html` from the files of its folder; return its path.
+
+    Args:
+        partition: training images by client and class, (K, C); None: not known.
+        classes: names of the classes.
+        clients: names of the clients.
+    """
     if isinstance(run, RunRecord):
         folder = run
     else:
@@ -123,7 +129,10 @@ def _about(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
 
 
 def _result(summary: Mapping[str, Any], lines: Lines) -> Iterator[Card]:
-    """Yield the cards of the selected test metric, the best validation accuracy, and the clients' own accuracies."""
+    """Yield the cards of the selected test metric, the best validation accuracy, and the clients' own accuracies.
+
+    `summary` is that of summary.json (empty while the run goes on), `lines` are those of metrics.jsonl.
+    """
     test = summary.get("test") or {}
     selected = summary.get("select", "accuracy")
     value = (summary.get("metrics") or {}).get(selected)

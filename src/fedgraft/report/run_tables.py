@@ -82,7 +82,13 @@ def confusion(summary: Mapping[str, Any]) -> str:
 
 
 def clients(summary: Mapping[str, Any], lines: Rows, image_counts: Counts, names: Sequence[str]) -> str:
-    """Return one row for each client: its images, its participation, and its metrics."""
+    """Return the table of clients as HTML: images, participation and metrics, one row each.
+
+    Args:
+        lines: the lines of metrics.jsonl.
+        image_counts: training images by client and class; empty: not known.
+        names: the clients' names.
+    """
     metrics: dict[str, dict[str, Any]] = {}
     for name, values in (summary.get("clients") or {}).items():
         metrics[str(name)] = {}
@@ -172,7 +178,11 @@ def dropped(lines: Rows, names: Sequence[str]) -> list[dict[str, Any]]:
 def _heat_table(
     rows: Mapping[str, Sequence[Any]], columns: Sequence[object], sums: Sequence[int] = (), corner: str = "client"
 ) -> str:
-    """Return a matrix as a table with darker cells for larger values; `sums` adds a column and a row of totals."""
+    """Return a matrix as an HTML table with darker cells for larger values.
+
+    `rows` are the values by row name; `sums`, if given, are the totals of the columns and add a row and a column of
+    totals; `corner` names the rows.
+    """
     largest = 0
     for values in rows.values():
         largest = max([largest, *(value for value in values if value is not None)])

@@ -35,7 +35,7 @@ _RECENT = 20  # rounds from which the time left is estimated
 
 
 def watch_run(folder: Path, console: Console, once: bool = False, every: float = 1.0) -> None:
-    """Show a run until it ends, or one frame of it."""
+    """Show a run in the terminal until it ends, redrawn `every` seconds; with `once` only its present state."""
     run = RunRecord.open(folder)
     if once or run.status != "running":
         console.print(frame(run, console.width))
@@ -218,7 +218,7 @@ def _final_result(summary: Mapping[str, Any]) -> RenderableType | None:
 
 
 def _row(label: str, text: str) -> RenderableType:
-    """Return a label and its text."""
+    """Return one row of the display: a label, right-aligned, and its text."""
     row = Table.grid(padding=(0, 1))
     row.add_row(label.rjust(15), Text(text, overflow="fold"))  # a long path is folded, not cut off
     return row

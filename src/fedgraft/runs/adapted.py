@@ -29,7 +29,10 @@ from fedgraft.runs.setup import RunSetup, setup_of
 
 @dataclass(frozen=True)
 class Adapted:
-    """A run's setup with its best model (by validation) in the network; `last` is the model of its last round."""
+    """A run that is opened again, with its best model (by validation) in the network.
+
+    `last` is its last round's model.
+    """
 
     setup: RunSetup
     opened: OpenRun
@@ -65,7 +68,10 @@ class Adapted:
 
 
 def adapted(folder: Path | str, data: bool = True) -> Adapted:
-    """Open the model of a run folder again; without `data` the run's images need not exist any more."""
+    """Open the model of a run folder again, from its latest good checkpoint.
+
+    Without `data` the run's images need not exist any more.
+    """
     folder = Path(folder)
     record = RunFolder.open(folder)
     latest = checkpoint.load_latest(record.checkpoints, record.config_digest)
@@ -120,7 +126,14 @@ def reopened(
     probe: FeatureExamples | None = None,
     make_network: Callable[[], VisionNetwork] | None = None,
 ) -> Adapted:
-    """Return a setup with the model of a checkpoint in its network; its edit space is opened unless `opened` is."""
+    """Return the run with the best model of a checkpoint in its network.
+
+    Args:
+        saved: the checkpoint.
+        opened: the run's open edit space; None: it is opened from the checkpoint, and its first head installed.
+        probe: images for comparing representations, where the setup cannot make them.
+        make_network: makes the network anew where the config cannot.
+    """
     if opened is None:
         install(setup.task.network, saved.tensors["head"])
         opened = open_run(setup, None, saved_edit(saved.tensors), probe)

@@ -146,6 +146,7 @@ class Result:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
+        """Return the text and the curve for a notebook."""
         rows = ["<tr><th>round</th><th>validation</th></tr>"]
         for round_number, accuracy in self.curve():
             rows.append(f"<tr><td>{round_number}</td><td>{100 * accuracy:.1f} %</td></tr>")
@@ -241,7 +242,11 @@ def _run_parts(
     callbacks: Sequence[Callback],
     make_network: Callable[[], VisionNetwork] | None,
 ) -> Result:
-    """Run these parts in a folder and return the result; without `progress` it is displayed on the terminal."""
+    """Run these parts in a folder, or continue there, and return the result.
+
+    `progress` None: progress is displayed on the terminal. `make_network` makes the network of a run from objects anew,
+    for exports.
+    """
     config = parts.config
     display: AbstractContextManager[Progress] = LiveProgress(rich.get_console())
     if progress is not None:
@@ -358,7 +363,7 @@ _WHERE_INSTEAD = {
 
 
 def _tables(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword options as tables of a config; refuse those that the objects decide."""
+    """Return keyword options of `run` as tables of a config (`rounds_` is `rounds`); refuse what the objects decide."""
     tables: dict[str, Any] = {}
     for key, value in options.items():
         name = key.removesuffix("_")

@@ -78,7 +78,7 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Ends a run that has not improved in so many evaluations; 0 never does."""
+    """Ends a run whose score has not improved in so many evaluations; 0: never."""
 
     def __init__(self, evaluations: int) -> None:
         self.evaluations = evaluations
@@ -106,7 +106,7 @@ class PrivacyBudget(Callback):
 
 
 class Checkpoints(Callback):
-    """Saves the state every few rounds, at the last round, and whenever the model is the best so far."""
+    """Calls `save` every few rounds, at the last round, and whenever the model is the best so far."""
 
     def __init__(self, save: Callable[[ServerState], None], every: int, last_round: int) -> None:
         self.save = save

@@ -70,7 +70,12 @@ def save(
     keep_last: int = 5,
     keep_best: int = 3,
 ) -> Path:
-    """Write the state after `round` atomically, then delete all but the last few and the best few (largest `best`)."""
+    """Write the state after `round` as a file in `folder`, atomically, and return its path.
+
+    Args:
+        best: the validation score it is ranked by; None: it has none.
+        keep_last, keep_best: all files but the last few and the best few (largest `best`) are deleted.
+    """
     chunks = _encode(round, tensors, meta, best)
     path = folder / f"round-{round:08d}-{digest_of_chunks(chunks)}.safetensors"
     try:
@@ -90,7 +95,10 @@ def save(
 
 
 def load(path: Path, config_digest: str | None = None) -> Checkpoint:
-    """Return the checkpoint in a file; raise `BadCheckpoint` when any bit of it is not what was written."""
+    """Return the checkpoint in a file; raise `BadCheckpoint` when any bit of it is not what was written.
+
+    `config_digest` is that of the run it must belong to; None: any.
+    """
     name = _NAME.fullmatch(path.name)
     if name is None:
         raise BadCheckpoint(
@@ -127,7 +135,8 @@ def load_latest(
 ) -> Checkpoint | None:
     """Return the newest good checkpoint of this config, or None; warn of damaged and foreign ones.
 
-    `check` may refuse one with `BadCheckpoint`, for example because a file beside it that it names is damaged.
+    `config_digest` None: of any config. `check` may refuse one with `BadCheckpoint`, for example because a file beside
+    it that it names is damaged.
     """
     skipped: list[str] = []
     for path in sorted(listing(folder), key=_round, reverse=True):
@@ -172,7 +181,7 @@ def _encode(
 
 
 def _header(data: bytes) -> dict[str, Any]:
-    """Return round, score and meta from the first bytes of a checkpoint file."""
+    """Return round, score and meta of a checkpoint from its first bytes (the length and the JSON header)."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["fedgraft"])
     return {"round": header["round"], "best": header["best"], "meta": dict(header["meta"])}
@@ -208,7 +217,10 @@ def _ranked(paths: Iterable[Path]) -> list[Path]:
 
 
 def _delete_superseded(newest: Path, round: int, keep_last: int, keep_best: int) -> None:
-    """Delete what is neither among the last nor the best; files of later rounds are no part of this run's past."""
+    """Delete checkpoints of this run's past that are neither among the last nor the best, and unfinished writes.
+
+    `newest` was just written after `round`; files of later rounds are no part of this run's past and stay.
+    """
     past = []
     superseded = []
     for path in listing(newest.parent):

@@ -50,7 +50,10 @@ def client_class_sums(sums: Sums) -> Tensor:
 
 
 def check_clear(hidden: bool, alternative: str = "model.head='ncm'") -> None:
-    """Refuse FedCOF where the server sees only sums over clients; `alternative` is the option that works there."""
+    """Refuse FedCOF where `hidden`: the server sees only sums over clients.
+
+    `alternative` is the option that works there.
+    """
     if hidden:
         raise FedgraftError(
             "E-RUN-COF-HIDDEN",

@@ -30,7 +30,10 @@ def export_run(folder: Path | str, to: Path | str, kind: str = "merged") -> Path
 
 
 def deliver(run: Adapted, summary: Summary, to: Path | str, kind: str = "merged", name: str = "run") -> Path:
-    """Write the adapted model into a new folder: the whole model (merged), an adapter, or the edit alone."""
+    """Write the adapted model into the new folder `to`: the whole model (merged), an adapter, or the edit alone.
+
+    `summary` is that of summary.json, for the model card; `name` is that of the run. Returns the folder.
+    """
     if kind not in KINDS:
         raise FedgraftError(
             "E-RUN-EXPORT-KIND",

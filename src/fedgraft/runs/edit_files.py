@@ -57,7 +57,10 @@ def edit_of_run(folder: Path | str, last: bool = False) -> Edit:
 
 
 def edit_of(run: Adapted, name: str, last: bool = False) -> Edit:
-    """Return what an opened run changed in its base, by its best model or its last."""
+    """Return what an opened run changed in its base, by its best model or, with `last`, its last.
+
+    The chosen model stays loaded in the run's network. Raises if it equals the base.
+    """
     if last:
         run.opened.context.load_model(run.last)
     base = run.base()
@@ -97,7 +100,10 @@ class EditBase:
     seed: int = 0
 
     def load(self, edit: Edit) -> tuple[VisionNetwork, list[str] | None, dict[str, Any]]:
-        """Return the unedited network, the names of its classes if they are known, and its preprocessing."""
+        """Return the unedited network, the names of its classes (None: unknown), and its preprocessing.
+
+        The edit tells the number of classes where the base has no head.
+        """
         if (Path(self.model) / "run.json").is_file():
             run = adapted(Path(self.model), data=False)
             return run.base(), list(run.classes), run.setup.task.transform.preprocessor
@@ -239,7 +245,10 @@ def model_of_edit(edit: Edit, folder: Path) -> tuple[VisionNetwork, Task]:
 
 
 def fisher(network: VisionNetwork, task: Task, space: EditSpace, samples: int, seed: int) -> Tensor:
-    """Return the diagonal Fisher information of a model on these coordinates, on training images of its task."""
+    """Return the diagonal Fisher information of a model on the space's coordinates, (space.size,), zero for buffers.
+
+    It is computed on `samples` random training images of its task. The network is bound to the space.
+    """
     rows = task.data.train_rows
     order = torch.randperm(len(rows), generator=torch_stream(seed, "fisher_merge"))
     drawn = rows[order[:samples]]
@@ -254,7 +263,10 @@ def add_files(
     half: bool = False,
     rule: MergeRule | None = None,
 ) -> Edit:
-    """Merge edits of one base into a new file, by default into their sum; return the merged edit."""
+    """Merge edits of one base into the new file `to` and return the merged edit; by default it is their sum.
+
+    `scales` multiply the edits, or are the weights of a merging rule; `half` stores float16.
+    """
     rule = rule or MergeRule()
     edits = [edit_file.load_edit(file) for file in files]
     if rule.rule != "sum" and scales:

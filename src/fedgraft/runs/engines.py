@@ -26,7 +26,7 @@ log = logging.getLogger("fedgraft")
 
 
 class Remote(Protocol):
-    """An engine whose clients are on other machines, to which the edit space must be sent."""
+    """An engine whose clients are on other machines, to which the tensors of the edit space must be sent."""
 
     memory: dict[int, ClientMemory]
     sent: int
@@ -75,7 +75,7 @@ class Engines:
         return pool
 
     def choice(self, algorithm: Algorithm, context: ClientContext, preparing: bool = False) -> Choice:
-        """Return how requests in this context are carried out."""
+        """Return which engine carries out requests in this context, and why; `preparing`: before the first round."""
         config = self.setup.config
         network = self.setup.task.network
         wanted: Wanted = "reference"
@@ -107,9 +107,9 @@ class Engines:
         return float(weights * images * federation.per_round)
 
     def sums(self, context: ClientContext, clients: Sequence[int] | None = None) -> Sums:
-        """Return what sums answers of these clients (default: all founders) before the first round.
+        """Return the `Sums` that requests sums from these clients (None: all founders) before the first round.
 
-        The sums are hidden where the run hides its updates.
+        It uses secure aggregation where the run does.
         """
         setup = self.setup
         if clients is None:

@@ -71,7 +71,10 @@ class RunFolder(RunRecord):
 
     @contextlib.contextmanager
     def writing(self, console: bool = True) -> Iterator[None]:
-        """Lock the folder, log into it (and to `rich.get_console()`), and record how the run ended."""
+        """Lock the folder, write its log (and with `console` the terminal's), and record how the run ended.
+
+        The metrics can be written inside the block only.
+        """
         with self._locked(), logging_to(self.path / "log.txt", console):
             self._end = ("interrupted", "")
             self._set_status("running")
@@ -130,7 +133,10 @@ class RunFolder(RunRecord):
     def save_checkpoint(
         self, round: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], best: float | None = None
     ) -> Path:
-        """Write a checkpoint of the state after a round, bound to this folder's config; metrics go to disk first."""
+        """Write a checkpoint of the state after a round, bound to this folder's config, and return its path.
+
+        `best` is the score it is ranked by; None: it has none. The metrics are flushed to the disk first.
+        """
         from fedgraft.runs import checkpoint  # torch is not needed to look at a run
 
         self.sync()
@@ -138,7 +144,12 @@ class RunFolder(RunRecord):
         return checkpoint.save(self.checkpoints, round, tensors, meta, best=best)
 
     def resume(self, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
-        """Return the newest good checkpoint and cut the metrics back to its round; None means from the beginning."""
+        """Return the newest good checkpoint, and cut the metrics in the folder back to its round.
+
+        None: from the beginning.
+
+        `check` may refuse a checkpoint with `BadCheckpoint`.
+        """
         from fedgraft.runs import checkpoint
 
         latest = checkpoint.load_latest(self.checkpoints, self.config_digest, check)

@@ -66,14 +66,17 @@ class InitialModel:
 
 
 def install(network: Network, head: Tensor) -> None:
-    """Write a (classes, width + 1) head into the network."""
+    """Write a head (classes, width + 1), whose last column is the bias, into the network, in place."""
     with torch.no_grad():
         network.head.weight.copy_(head[:, :-1])
         network.head.bias.copy_(head[:, -1])
 
 
 def ridge_head(sums: Sums, penalty: float | None, scorer: HeadScorer) -> tuple[Tensor, float]:
-    """Return the ridge head (classes, width + 1) and its penalty, chosen on validation images unless given."""
+    """Return the ridge head (classes, width + 1) and its penalty; the clients' statistics are summed for it.
+
+    `penalty` None: it is chosen on validation images by the scorer.
+    """
     statistics = sums.ask(action_named("statistics"))
     penalties = GRID if penalty is None else (penalty,)
     heads = [(solve(statistics["gram"], statistics["cross"], value), value) for value in penalties]
@@ -81,7 +84,7 @@ def ridge_head(sums: Sums, penalty: float | None, scorer: HeadScorer) -> tuple[T
 
 
 def strongest_penalty(heads: Sequence[tuple[Tensor, float]], scorer: HeadScorer) -> tuple[Tensor, float]:
-    """Return the head with the largest penalty whose accuracy lies within one standard error of the best.
+    """Return the (head, penalty) of the largest penalty whose accuracy lies within one standard error of the best.
 
     A head that is hardly penalised scores as well here but has huge weights along directions of little variance, and a
     body trained through it would be thrown about.
@@ -97,7 +100,10 @@ def strongest_penalty(heads: Sequence[tuple[Tensor, float]], scorer: HeadScorer)
 
 
 def solve(gram: Tensor, cross: Tensor, penalty: float) -> Tensor:
-    """Return (ZᵀZ + λI)⁻¹ ZᵀY on centred targets; λ is relative to the mean feature energy, the bias is free."""
+    """Return the ridge head (ZᵀZ + λI)⁻¹ ZᵀY on centred targets, (classes, width + 1).
+
+    `gram` is ZᵀZ, `cross` ZᵀY; λ is `penalty` times the mean feature energy, and the bias is not penalised.
+    """
     width = len(gram) - 1
     energy = gram.diagonal()[:width].mean()
     damping = torch.eye(width + 1, dtype=gram.dtype) * penalty * energy
@@ -209,9 +215,10 @@ def no_images_error(split: str) -> FedgraftError:
 
 
 def sum_counts(responses: Sequence[Response], example_counts: ExampleCounts, split: str) -> list[Evaluation]:
-    """Return the evaluation of each model from the clients' counts, (models, 4) each.
+    """Return the evaluation of each model from the clients' counts, added up.
 
-    The columns are: right, right among the first five, sum of losses, images.
+    A client's counts (models, 4) are: right, right among the first five, sum of losses, images; one that claims far
+    more images than others counts less. `split` names the images.
     """
     weights = count_weights(responses, example_counts, split)
     total = torch.zeros(1, 4).double()
@@ -253,7 +260,10 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
 
 
 def install_head(setup: RunSetup, engines: Engines) -> InitialModel | None:
-    """Give the network a head made from the clients' sums; return None where it keeps its random start."""
+    """Make a head from the clients' sums (or take a cached one), write it into the network, and measure it.
+
+    Return None where the config keeps the random start.
+    """
     if setup.config.head == "random":
         return None
     network = setup.task.network
@@ -261,6 +271,7 @@ def install_head(setup: RunSetup, engines: Engines) -> InitialModel | None:
     sums = engines.sums(setup.backbone_context, setup.head_clients)
 
     def make() -> dict[str, Tensor]:
+        """Return the head, made now, and the bytes that it cost."""
         head = _make_head(setup, sums, scorer)
         return {"head": head, "traffic": torch.tensor([sums.up, sums.down])}
 
@@ -295,7 +306,8 @@ def _head_recipe(setup: RunSetup) -> list[str]:
 def own_starts(setup: RunSetup, engines: Engines, space: EditSpace, initial: InitialModel | None) -> dict[int, Tensor]:
     """Return the vector each client starts from where clients share nothing: with a head of its own images alone.
 
-    A head of everybody's sums would not be training alone. Empty where heads are not made of sums or do not train.
+    A head of everybody's sums would not be training alone. {} where heads are not made of sums or do not train.
+    `initial` is the model with the common head, which is put back into the network.
     """
     provided = setup.algorithm.provides
     trains_alone = Capability.PERSONAL_MODELS in provided and Capability.EXCHANGE not in provided
@@ -329,7 +341,7 @@ def _scorer(setup: RunSetup, engines: Engines) -> HeadScorer:
 
 
 def _make_head(setup: RunSetup, sums: Sums, scorer: HeadScorer) -> Tensor:
-    """Make a head by the method of the config."""
+    """Return a head (classes, width + 1) made from the clients' sums by the method of the config."""
     method = setup.config.head
     options = setup.config.model
     if method == "probe":

@@ -52,7 +52,13 @@ Wrap = Callable[[RunSetup, OpenRun, Any], Any]
 def run(
     config: Config, folder: Path, progress: Progress | None = None, console: bool = True, build: Build | None = None
 ) -> dict[str, Any]:
-    """Run a config in its folder, from the beginning or from its last good checkpoint; returns the summary."""
+    """Run a config in its folder, from the beginning or from its last good checkpoint; return the summary.
+
+    Args:
+        progress: a display; None: nothing is shown.
+        console: the log also goes to the terminal.
+        build: makes the setup, and the engine of clients on other machines; None: all clients are here.
+    """
     make = build or (lambda secret: (setup_of(config, secret=secret), None))
     done, _ = run_setup(make, folder, config.digest, to_toml(config), progress, console)
     return done
@@ -68,13 +74,25 @@ def run_setup(
     callbacks: Sequence[Callback] = (),
     wrap: Wrap | None = None,
 ) -> tuple[dict[str, Any], tuple[RunSetup, OpenRun, ServerState] | None]:
-    """Run in a folder; return the summary, and the open run with its last state where this call computed it."""
+    """Run in a folder, or continue there; return the summary, and the open run with its last state.
+
+    Args:
+        build: makes the setup from the run's secret, and the engine of clients on other machines.
+        identity: what decides the bytes of the result; the folder belongs to one identity.
+        text: the config as TOML, for the folder.
+        progress: a display; None: nothing is shown.
+        console: the log also goes to the terminal.
+        callbacks: the user's.
+        wrap: puts something between the server and its clients.
+
+    The second is None where the run was finished before, so that this call computed nothing.
+    """
     if progress is None or progress.look is None:
         display: AbstractContextManager[Any] = nullcontext()
     else:
         display = shown_by(progress.look)
     with one_thread(), display:
-        check_place(folder, "--folder")  # everything that can be refused is refused before a folder exists
+        check_place(folder, "--folder")  # whatever is wrong with a run is reported before its folder exists
         finished = is_finished(folder)
         if finished and (folder / "report.html").exists():
             log.info("%s is already finished", folder)
@@ -283,7 +301,10 @@ class _Run:
     # ---- rounds
 
     def _rounds(self, state: ServerState) -> ServerState:
-        """Run rounds until all are done or a callback stops the run."""
+        """Run rounds until all are done or a callback stops the run; return the last state.
+
+        An interrupt saves the state before the round under way. Raises if no response of any round could be used.
+        """
         while state.round < self.config.rounds.total:
             best = self.tally.best
             self.stop = _first_stop((callback, callback.on_round_start(state, best)) for callback in self.callbacks)
@@ -369,7 +390,11 @@ class _Run:
         }
 
     def _validate(self, state: ServerState, line: dict[str, Any]) -> ServerState:
-        """Measure on validation images, remember the best, and let clients test themselves if configured."""
+        """Measure the model on validation images; return the state with the loss added.
+
+        The numbers are added to the round's `line`, the best model is remembered, and clients test themselves if
+        configured.
+        """
         began = time.perf_counter()
         measurement = self.measure.validation(state.vector, state.round)
         line |= self.measure.line(measurement)
@@ -435,7 +460,10 @@ class _Run:
             callback.on_checkpoint(path, state)
 
     def _check_personal_store(self, checkpoint: Checkpoint) -> None:
-        """Open the personal models on disk that a checkpoint names, or refuse it."""
+        """Open the personal models on disk that a checkpoint names into `self.store`.
+
+        Raise `BadCheckpoint` if damaged.
+        """
         self.store: PersonalStore | None = None
         if "personal" in checkpoint.meta:
             length = len(checkpoint.tensors["vector"])

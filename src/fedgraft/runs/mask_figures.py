@@ -38,7 +38,7 @@ class MaskedRun:
 
 
 def figures_of_runs(runs: Sequence[Path], out: Path) -> list[Path]:
-    """Draw every figure these runs have the data for; return the files."""
+    """Draw every figure these runs have the data for into the folder `out`; return the files."""
     folders = [RunFolder.open(path) for path in runs]
     opened = [_open(folder) for folder in folders]
     labels = _distinct([run.label for run in opened], [folder.path.name for folder in folders])
@@ -52,7 +52,7 @@ def figures_of_runs(runs: Sequence[Path], out: Path) -> list[Path]:
 
 
 def _open(folder: RunFolder) -> MaskedRun:
-    """Return the masks of a run."""
+    """Open the model of a run folder again and return its masks, as the figures need them."""
     run = adapted(folder.path)
     space = run.opened.space
     mask = None
@@ -124,7 +124,10 @@ def _layer_density(network: VisionNetwork, mask: Mask) -> dict[str, float]:
 
 
 def _density(mask: Mask, group_of: Callable[[str], object], order: Callable[[str], Any]) -> dict[str, float]:
-    """Return the density of each group in percent, groups in order."""
+    """Return the density of each group in percent, by the group's name.
+
+    `group_of` returns the group of a parameter's name, `order` its sort key.
+    """
     densities = density_by(mask, group_of)
     ordered = {}
     for name in sorted(mask, key=order):

@@ -46,7 +46,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Measure:
-    """Measures the models of one run."""
+    """Measures the models of one run, on the server's images or by requests to the clients."""
 
     setup: RunSetup
     opened: OpenRun
@@ -152,7 +152,10 @@ class Measure:
         return Measurement(plain, sums)
 
     def _measure_at_clients(self, vector: Tensor, round: int, split: str) -> Measurement:
-        """Measure the common model on images that the clients hold; they send counts and sums, nothing else."""
+        """Measure the common model on the images of a split that the clients hold; they send counts and sums only.
+
+        Requests go to the clients that take part in this round.
+        """
         federation = self.setup.federation
         candidates = federation.evaluated if split == "test" else federation.members
         clients = [client for client in candidates if federation.there(client, round)]
@@ -176,7 +179,10 @@ class Measure:
         return Measurement(plain, scores.merge_scores(sums, classes))
 
     def _measure_by_hidden_sum(self, vector: Tensor, round: int, split: str, clients: Sequence[int]) -> Measurement:
-        """Measure the common model by a secure sum of the clients' scores."""
+        """Measure the common model by a secure sum of these clients' scores on the split; the result is cached.
+
+        `round` numbers the sum, which clients serve once.
+        """
         key = split + hashlib.sha256(vector.numpy().tobytes()).hexdigest()
         if key in self.summed:  # a round without a step: clients give the same sum only once
             return self.summed[key]
@@ -193,10 +199,14 @@ class Measure:
         return measurement
 
     def _score_fields(self, prefixes: Sequence[str]) -> tuple[dict[str, Field], Callable[[Response], str]]:
-        """Return what the sums for metrics look like, and a check of their plausibility."""
+        """Return the expected form of the sums for metrics, and a check of their plausibility.
+
+        `prefixes` of their names: "" for the model itself, `FINETUNED` for the one after fine-tuning.
+        """
         classes = len(self.classes)
 
         def implausible(response: Response) -> str:
+            """Return what cannot be true of a response's sums, or ""."""
             try:
                 for prefix in prefixes:
                     validated_sums(replace(response, sums=_without_prefix(response.sums, prefix)), classes)
@@ -211,7 +221,7 @@ class Measure:
         return fields, implausible
 
     def personal(self, state: ServerState) -> tuple[dict[str, float], dict[str, Any]]:
-        """Measure every client on its own test images; return mean and spread, and each one's metrics."""
+        """Let every client measure its model on its own test images; return mean and spread, and each one's metrics."""
         responses, _ = self.evaluated(state)
         by_client = self.each(responses) if self.metric_names else {}
         return accuracy_spread(responses), by_client
@@ -278,7 +288,10 @@ def _without_prefix(sums: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor
 
 
 def report(sums: Mapping[str, Tensor], chosen: Sequence[str], classes: Sequence[str]) -> dict[str, Any]:
-    """Return the chosen metrics as summary.json holds them: value, interval, images; None where there is none."""
+    """Return the chosen metrics as summary.json holds them: value, interval, images; None where one is undefined.
+
+    `sums` are those of `metrics.scores`, `classes` the names of the classes.
+    """
     cells: dict[str, Any] = {}
     for name, metric in metrics.compute(sums, classes).items():
         if name.partition(":")[0] not in chosen:
@@ -291,7 +304,10 @@ def report(sums: Mapping[str, Tensor], chosen: Sequence[str], classes: Sequence[
 
 
 def tables(sums: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
-    """Return what is no single number: the confusion matrix (true class by row) and the reliability curve."""
+    """Return the confusion matrix (true class by row) and the reliability curve, where `chosen` names their metrics.
+
+    `sums` are those of `metrics.scores`, `chosen` the metrics of the config.
+    """
     made: dict[str, Any] = {}
     if "confusion" in chosen:
         made["confusion"] = sums["confusion"].long().tolist()

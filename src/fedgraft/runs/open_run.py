@@ -43,7 +43,7 @@ COUNTS = "class_counts"
 
 @dataclass(frozen=True)
 class OpenRun:
-    """The edit space of a run, open on its network, and the contexts in which clients and server work."""
+    """The edit space of a run, chosen and bound to its network, and the contexts in which clients and server work."""
 
     trainable: TrainableSetup
     context: ClientContext
@@ -57,7 +57,10 @@ class OpenRun:
         return self.context.space
 
     def message(self, with_probe: bool) -> dict[str, Tensor]:
-        """Return what another machine needs to open the same space, and the probe where it cannot make it."""
+        """Return the tensors that another machine needs to open the same edit space.
+
+        With `with_probe` the probe images are among them, for machines that cannot make them.
+        """
         tensors = {"head": self.head}
         for name, tensor in self.trainable.stored.items():
             tensors[f"edit/{name}"] = tensor
@@ -74,9 +77,15 @@ def open_run(
     saved: Mapping[str, Tensor] | None = None,
     probe: FeatureExamples | None = None,
 ) -> OpenRun:
-    """Open the edit space of a run. Without engines no client is involved, so `saved` must hold what the kind needs.
+    """Open the edit space of a run: choose what trains on its network, and make the contexts of clients and server.
 
-    `saved` holds the tensors of a checkpoint or of the server's message; None in a new run.
+    Args:
+        engines: carry out requests to the clients, where the trainable kind asks for some (a mask is calibrated). None:
+            no client is involved, so `saved` must hold what the kind needs.
+        saved: the tensors of a checkpoint or of the server's message; None in a new run.
+        probe: images for comparing representations, from another machine; None: made here where they are needed.
+
+    The network may be changed in place (adapters).
     """
     task = setup.task
     config = setup.config
@@ -267,7 +276,8 @@ def make_probe(setup: RunSetup, entry: int) -> FeatureExamples | None:
 def align(setup: RunSetup, context: ClientContext, answers: Answers, entry: int) -> Tensor:
     """Return the alignment of each update with the common model, (updates, layers): SVCCA on a secret probe.
 
-    Another probe is drawn in every round.
+    Another probe is drawn in every round. `entry` is where the clients' images enter the network, whose weights are
+    overwritten.
     """
     options = setup.algorithm.weighting.options
     probe = _probe(setup, entry, int(options["probe"]), "secret_probe", answers.round)
@@ -293,7 +303,10 @@ def align(setup: RunSetup, context: ClientContext, answers: Answers, entry: int)
 
 
 def norm_ratio(network: VisionNetwork, space: EditSpace, examples: Examples, rows: Tensor) -> float:
-    """Return the norm of the whole body's gradient over that of the space's, for one batch; at least 1."""
+    """Return the norm of the whole body's gradient over that of the space's, for one batch of these rows; at least 1.
+
+    The network stays bound to the space.
+    """
     body = select(network, lambda name: network.block_of(name) <= network.depth, buffers=False)
     norms = []
     for trained in (body, space):

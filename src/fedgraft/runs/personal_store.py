@@ -63,7 +63,10 @@ class _RowFiles:
         return self.digests[round]
 
     def write(self, round: int, clients: int, columns: Iterable[tuple[slice, Tensor]]) -> None:
-        """Write the file of a round with a row for each client, from columns of all rows."""
+        """Write the file of a round with a row for each of so many clients.
+
+        `columns` are (slice of the coordinates, values of all rows there), piece by piece.
+        """
         path = self.path(round)
         # Written, not mapped: fresh pages of a map cost four times as much. `digest` waits for the disk, if need be.
         try:
@@ -94,7 +97,10 @@ class _RowFiles:
 
 
 class PersonalStore(Mapping[int, Tensor]):
-    """A read-only mapping client -> vector (k,) whose vectors lie in files; `renewed` returns the next one."""
+    """A read-only mapping client -> vector (k,) whose vectors lie in files; `renewed` returns the next one.
+
+    `table` maps a client to (round of its file, row), `opened` a round to its mapped file.
+    """
 
     def __init__(
         self,
@@ -153,9 +159,10 @@ class PersonalStore(Mapping[int, Tensor]):
     def renewed(
         self, round: int, clients: Sequence[int], pieces: Iterable[tuple[slice, Tensor]], keep: bool
     ) -> PersonalStore:
-        """Return the store after this round. `pieces` are columns of the clients' new rows (m, k).
+        """Write the clients' new models to a file of this round and return the store after it.
 
-        The models of other clients stay; with keep=False they have none.
+        `pieces` are columns of the clients' new rows (m, k). The models of other clients stay; with keep=False they
+        have none. Files that nobody needs any more are deleted.
         """
         self._row_files.write(round, len(clients), pieces)
         table: dict[int, tuple[int, int]] = {}

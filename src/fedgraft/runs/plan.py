@@ -46,7 +46,11 @@ def check_setup(setup: RunSetup) -> None:
 
 
 def plan_run(config: Config) -> list[str]:
-    """Return lines for `--dry-run`. Bytes are exact for one message; totals assume that every client answers."""
+    """Return the lines of `--dry-run`: what trains, the data, the local work, the bytes, and warnings.
+
+    The network and the data are loaded, nothing is trained. Bytes are exact for one message; totals assume that every
+    client answers.
+    """
     parts = _without_calibration(parts_from_config(config))
     setup = RunSetup.build(parts, Circumstances(secret=os.urandom(SECRET_BYTES)))  # nothing of a plan is released
     check_setup(setup)

@@ -82,7 +82,10 @@ class ModelMetrics:
 
 @dataclass(frozen=True)
 class Predictor:
-    """A network, its classes and its preprocessing."""
+    """A network, its classes and its preprocessing: predicts and measures images.
+
+    `predictor` makes it from a folder.
+    """
 
     network: VisionNetwork
     classes: Sequence[str]
@@ -121,7 +124,7 @@ class Predictor:
         return predictions
 
     def measure(self, examples: Examples, skipped: Sequence[tuple[str, str]] = ()) -> ModelMetrics:
-        """Return every metric of this model on these images."""
+        """Return every metric of this model on these images; `skipped` are images left out before, for the result."""
         classes = len(self.classes)
 
         def batch_sums(rows: Tensor) -> dict[str, Tensor]:

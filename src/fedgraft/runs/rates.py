@@ -39,7 +39,7 @@ def with_default_rates(algorithm: Algorithm, curvature: float | None = None, fro
 def head_curvature(task: Task, algorithm: Algorithm, count: int = 128) -> float | None:
     """Return the largest second derivative of a linear head's loss at even predictions: λ_max(E[x xᵀ]) / classes.
 
-    It is measured on some validation images; None where there are none, or where the head's rate is given.
+    It is measured on at most `count` validation images; None where there are none, or where the head's rate is given.
     """
     rows = task.data.validation_rows[:count]
     if not len(rows) or not algorithm.leaves_head_rate:

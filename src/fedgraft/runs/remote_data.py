@@ -71,7 +71,10 @@ def empty_dataset(config: Config, classes: Sequence[str]) -> Dataset:
 
 
 def data_held_elsewhere(config: Config, own: Dataset, sizes: Mapping[int, int], digests: tuple[str, ...]) -> RemoteData:
-    """Return the server's view of clients with so many images each; `own` are the server's own images."""
+    """Return the server's view of data that clients hold; `own` are the server's own images, used for validation.
+
+    `sizes` are training images by client, `digests` those of the clients' data.
+    """
     no_bounds = np.zeros(config.partition.clients + 1, np.int64)
     no_rows = np.zeros(0, np.int64)
     partition = Partition("elsewhere", no_rows, no_rows, no_bounds, no_rows, no_bounds, no_rows)

@@ -117,9 +117,10 @@ FEW = 100
 
 
 def note_of(start: float | None, best: Best, rounds: int, private: bool, images: int = 0) -> dict[str, str]:
-    """Return a sentence for the first line of the result where no round beat the start; empty where one did.
+    """Return {"note": a sentence for the first line of the result} where no round beat the start; {} where one did.
 
-    `images` is the number of validation images, 0 where clients on other machines hold them.
+    `start` is the accuracy of the initial model, `private`: the model after the last round is delivered, `images` the
+    number of validation images, 0 where clients on other machines hold them.
     """
     if not rounds or start is None:
         return {}

@@ -84,7 +84,11 @@ def _signing_key(secret: bytes) -> Any:
 
 
 class RoundLog:
-    """Writes the log of one run; opening it cuts it back to the round that the run continues from."""
+    """Writes the log of one run; opening it cuts the file back to the round that the run continues from.
+
+    `run` is the run's identity, `secret` gives the signing key, `after` is the round of the checkpoint (None: from the
+    beginning).
+    """
 
     def __init__(self, folder: Path, run: str, secret: bytes, after: int | None) -> None:
         self.path = folder / NAME
@@ -111,7 +115,7 @@ class RoundLog:
         return _text({"entry": entry, "hash": self.hash, "signature": signature}) + "\n"
 
     def append(self, line: Mapping[str, Any], state: Mapping[str, Tensor], **facts: Any) -> None:
-        """Add a round: the digests of its line in the metrics and of the state after it, and further facts."""
+        """Add a round to the file: digests of its metrics line and of the server's state after it, and `facts`."""
         entry = {
             "round": line["round"],
             "state": state_digest(state, self.known),

@@ -58,7 +58,7 @@ def pack_run(
 
 
 def saved_edit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a checkpoint or a message holds of the opened edit space."""
+    """Return what a checkpoint or a message holds of the edit space: the tensors under "edit/", without that prefix."""
     prefix = "edit/"
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 

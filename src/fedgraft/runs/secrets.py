@@ -36,7 +36,10 @@ def read_or_draw_secret(folder: Path) -> bytes:
 
 
 def store_secret(folder: Path, secret: bytes, needed: bool) -> None:
-    """Write the secret of a run that begins; a run that is under way and needs its own must have it already."""
+    """Write the secret of a run that begins beside its folder; leave an existing file.
+
+    A run that is under way and needs its own (`needed`) must have it already.
+    """
     path = secret_path(folder)
     if path.exists():
         return

@@ -74,7 +74,7 @@ class RunParts:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a run is set up for, besides its config."""
+    """What a run is set up for, besides its config: deployed or here, for training or only to open the model."""
 
     deployed: bool = False
     """Clients are on other machines."""
@@ -199,7 +199,10 @@ class RunSetup:
         return workers or cores()
 
     def ready(self, examples: Examples, rows: Tensor) -> None:
-        """Compute the features of these rows that are not cached yet, on all cores; without a cache do nothing."""
+        """Compute the features of these rows that are not cached yet, in several processes, and store them.
+
+        Does nothing where `examples` are not cached features.
+        """
         if isinstance(examples, CachedExamples) and self.threads > 1:
             prepare_features(examples, rows, self.threads)
 
@@ -223,9 +226,10 @@ class RunSetup:
         return [founders[place] for place in sorted(drawn.tolist())]
 
     def _reused_images(self) -> Examples | None:
-        """Return the images where the rounds enter, if they will use most of them: then nothing is computed twice.
+        """Return the training images where the rounds enter, if the rounds will use most of them; else None.
 
-        Otherwise None: tokens of images that are never used would only fill the disk.
+        Then the head's features are computed from these and nothing twice; otherwise tokens of images that are never
+        used would only fill the disk.
         """
         task = self.task
         local = self.algorithm.local
@@ -275,7 +279,10 @@ class RunSetup:
 
 
 def parts_from_config(config: Config, data: FederatedData | None = None) -> RunParts:
-    """Return the objects that a config names; `data` where it lies elsewhere than the config says."""
+    """Return the objects that a config names; the data is read and the network loaded.
+
+    `data` replaces the config's where it lies elsewhere.
+    """
     identity = config.digest
     algorithm = build_algorithm(config)
     policies_of(config, algorithm)
@@ -383,7 +390,7 @@ def _subtractable(algorithm: Algorithm) -> bool:
 
 
 def _membership(config: Config, data: FederatedData) -> dict[str, Any]:
-    """Return who takes part and when, by client number, as fields of a federation."""
+    """Return who takes part and when, by client number, as the fields `without`, `evaluate_only`, `joins`, `leaves`."""
     partition = config.partition
     joins = _rounds_by_number(partition.joins, "joins", data)
     leaves = _rounds_by_number(partition.leaves, "leaves", data)
@@ -405,7 +412,7 @@ def _membership(config: Config, data: FederatedData) -> dict[str, Any]:
 
 
 def _rounds_by_number(rounds: dict[str, int], option: str, data: FederatedData) -> dict[int, int]:
-    """Return rounds that an option gives by client name, by client number."""
+    """Return the rounds that an option such as `joins` gives by client name, by client number instead."""
     by_number = {}
     for name, number in numbers_of(rounds, option, data).items():
         by_number[number] = rounds[name]
@@ -426,7 +433,10 @@ def clients_left_out(config: Config, data: FederatedData) -> frozenset[int]:
 
 
 def numbers_of(names: Iterable[str], option: str, data: FederatedData) -> dict[str, int]:
-    """Return the numbers of clients that an option names, by name or number; a node knows only itself."""
+    """Return the client numbers that an option's names stand for, by the name; a name may itself be a number.
+
+    A node knows only itself: {}. An unknown name is an error; `option` is for that.
+    """
     if not data.others_known:
         return {}
     known = {str(number): number for number in range(data.clients)}
@@ -446,9 +456,10 @@ def numbers_of(names: Iterable[str], option: str, data: FederatedData) -> dict[s
 
 
 def with_closed_form_head(config: Config, algorithm: Algorithm) -> Config:
-    """Return the config of an algorithm that is a head in one exchange: its way to make the head, and no round.
+    """Return the config with the head of an algorithm that is a head in one exchange (FedNCM, ...), and no rounds.
 
-    A head that cannot be made from hidden sums is refused here, before anything is read.
+    Any other config is returned as it is. A head that cannot be made under secure aggregation is refused here, before
+    anything is read.
     """
     closed_form = algorithm.closed_form
     alternative = "model.head='ncm'"

@@ -49,7 +49,7 @@ class Task:
         return examples_of(self.data.dataset.test, self.transform)
 
     def at_entry(self, images: Images, entry: int, lower: Examples | None = None) -> Examples:
-        """Return images where they enter the network: as pixels, or as outputs of the network before `entry`.
+        """Return images as they enter the network at `entry`: pixels at 0, else cached outputs of the blocks before.
 
         Those are computed once for all runs on this machine, from the cached outputs at an earlier entry if `lower`
         holds them. Data that consists of features is in its place already.
@@ -88,7 +88,7 @@ class Task:
         return entry
 
     def whole(self, examples: Examples, seed: int) -> ClientContext:
-        """Return a client context for requests before the edit space is open, over all weights."""
+        """Return a client context over all weights, for requests before the edit space is chosen."""
         all_weights = select(self.network, lambda name: True)
         held_out = self.data.validation_rows
         return ClientContext(self.network, all_weights, examples, self.data.rows, seed, held=lambda client: held_out)

@@ -31,7 +31,8 @@ def cached_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors that were made before from the same `identity`, or those that `make` computes now.
 
-    A damaged file is made anew. Tensors that are not complete, because clients were missing, are not stored.
+    `group` is a folder of the cache. A damaged file is made anew. Tensors for which `is_complete` returns False,
+    because clients were missing, are not stored.
     """
     key = hashlib.blake2b(json.dumps(list(identity)).encode(), digest_size=12).hexdigest()
     path: Path = cache_dir() / group / f"{key}.safetensors"
@@ -45,7 +46,10 @@ def cached_tensors(
 
 
 class PartialSum:
-    """A sum over the first clients of a federation, stored every few seconds so that a stopped run can go on."""
+    """A sum over the first clients of a federation, stored in the cache every few seconds; a stopped run continues it.
+
+    `identity` and `vector`, the model that clients work on, name the file.
+    """
 
     every = 5.0
     """Seconds of work that a stop may lose."""
@@ -97,7 +101,7 @@ def _read(path: Path) -> dict[str, Tensor] | None:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Store tensors with their digest."""
+    """Store the tensors with their digest in a file of the cache."""
     write_cached(path, [save({**tensors, DIGEST: _digest(tensors)})])
 
 

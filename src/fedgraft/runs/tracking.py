@@ -25,7 +25,7 @@ LOG = "fedgraft.phases"
 
 
 class Progress(Protocol):
-    """A display of a run's progress."""
+    """A display of a run's progress; `LiveProgress` and `Silent` implement it."""
 
     @property
     def look(self) -> Watcher | None:

@@ -49,30 +49,37 @@ EVIDENCE = 1e9
 
 
 class Engine(Protocol):
-    """Where requests are carried out. Answers may be missing, late, doubled or hostile, in any order."""
+    """Where requests are carried out: in this process, in workers, or on other machines.
+
+    Responses may be missing, late, doubled or hostile, in any order.
+    """
 
     def exchange(self, requests: Sequence[Request]) -> Iterable[Arrival]:
-        """Deliver the requests and return the responses; (client, sentence) says why a client did not answer."""
+        """Deliver the requests and return what arrives; (client, sentence) says why a client sent no response."""
         ...
 
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What the server knows of the open space, and what it can compute for itself."""
+    """What the server knows of the run's edit space, and what it can compute for itself; made by `runs/open_run.py`."""
 
     space: str
+    """Digest of the edit space."""
     length: int
+    """Coordinates of an update."""
     trained: int
+    """Coordinates that train; the others of an update are buffers."""
     width: int
+    """Features that go into the head."""
     classes: int
     active: Callable[[ServerState], Mapping[int, Tensor]] | None = None
-    """What may move in the coming round, where that changes from round to round."""
+    """Returns the coordinates that train in the coming round as bit masks by client; None: always all."""
     origin: Tensor | None = None
     """The model the run began with, which every client can make again."""
     align: Callable[[Answers], Tensor] | None = None
     """With server-side alignment: scores (m, layers) of the submitted updates on the server's secret probe."""
     example_counts: ExampleCounts = field(default_factory=ExampleCounts)
-    """What clients said of themselves; where the server dealt the data, what it knows of them."""
+    """Numbers of images that clients claim; where the server dealt the data, the numbers it knows."""
     layers: tuple[tuple[int, int, int], ...] = ()
     """(layer, begin, end): the observed layer in which a change of these coordinates shows first."""
     aggregate: Aggregator | None = None
@@ -85,7 +92,7 @@ class ServerContext:
         return self.rate_factor * federation.rate(state)
 
     def with_server_scores(self, weighting: Weighting, answers: Answers) -> Answers:
-        """Return the answers with the scalars that the server computes itself, where the weighting asks for some."""
+        """Return the answers with alignment scores that the server computes itself, where the weighting needs them."""
         if not weighting.server_scored:
             return answers
         assert self.align is not None
@@ -98,7 +105,7 @@ class ServerContext:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a round brought: the responses by client, or an opened sum; who was rejected; the traffic."""
+    """What the exchange of a round brought: responses by client or an opened secure sum, rejections, traffic."""
 
     answers: Answers
     accepted: Sequence[Accepted] = ()
@@ -114,7 +121,7 @@ class Collected:
 
     @property
     def count(self) -> int:
-        """How many clients' updates are in."""
+        """Number of clients whose updates go into the step."""
         return len(self.used)
 
     @property
@@ -124,7 +131,7 @@ class Collected:
         return in_the_clear.union(self.opened.survivors)  # one of the two is empty
 
     def clipped_updates(self) -> tuple[list[Tensor], float]:
-        """Return the updates in the clear, and how many were within the clipping bound."""
+        """Return the updates in the clear, and how many were within the clipping bound of differential privacy."""
         within = sum(item.response.scalars.get("within", 0.0) for item in self.accepted)
         return list(self.answers.updates), within
 
@@ -141,7 +148,10 @@ def collect(
     engine: Engine,
     context: ServerContext,
 ) -> Collected:
-    """Exchange the requests for what the run's privacy strategy lets the server see."""
+    """Send a round's requests and return what arrived, validated: updates, or with secure aggregation their sum.
+
+    The claims of accepted clients are noted in `context.example_counts`.
+    """
     if algorithm.privacy.collects_sum:
         return _collect_sum(algorithm, federation, requests, engine, context)
     responses = list(engine.exchange(requests)) if requests else []
@@ -151,6 +161,7 @@ def collect(
     if algorithm.privacy.drops_outliers:
 
         def steps_of(response: Response) -> int:
+            """Return how many local steps a client of so many examples takes."""
             examples = int(context.example_counts.counted(response.examples))
             return algorithm.local.of(response.client).steps_for(examples)
 
@@ -172,7 +183,10 @@ def collect(
 def _collect_sum(
     algorithm: Algorithm, federation: Federation, requests: list[Request], engine: Engine, context: ServerContext
 ) -> Collected:
-    """Carry the requests through the stages of a secure sum; the server sees only the sum over the survivors."""
+    """Send the requests through the stages of a secure sum. The server sees only the sum over the surviving clients.
+
+    Without requests, and after an abort, nothing is opened.
+    """
     outcome = SecureRound()
     if requests:
         outcome = secure_sum(
@@ -207,7 +221,10 @@ def _collect_sum(
 def expectation(
     algorithm: Algorithm, federation: Federation, state: ServerState, cohort: Sequence[int], context: ServerContext
 ) -> Expectation:
-    """Return what a well-formed response to a training request of this round looks like."""
+    """Return what a well-formed response to a training request of this round looks like.
+
+    `cohort` are the clients of the round; where they train different coordinates each has its own length of the update.
+    """
     sizes = {"width": context.width, "classes": context.classes, "trained": context.trained}
     evidence: dict[str, Field] = {}
     scalars: list[str] = []
@@ -256,7 +273,10 @@ def expectation(
 
 
 def implausible_steps(algorithm: Algorithm, response: Response, learning_rate: float) -> str:
-    """Say which effective steps a client's examples cannot give (they scale everybody's step in FedNova)."""
+    """Return a sentence if a client reports effective steps that its examples cannot give (0, or too many), else "".
+
+    FedNova scales everybody's step by these numbers.
+    """
     names: list[str] = []
     for link in algorithm.update:
         if Capability.KNOWN_DISPLACEMENT in link.requires:
@@ -275,7 +295,11 @@ def implausible_steps(algorithm: Algorithm, response: Response, learning_rate: f
 
 
 def read_answers(accepted: Sequence[Accepted], state: ServerState, context: ServerContext) -> Answers:
-    """Return the accepted responses as weighting and aggregation see them, updates spread over the whole space."""
+    """Return the accepted responses as weighting and aggregation see them.
+
+    Updates of active coordinates only are spread over the whole space, with zeros elsewhere. Numbers of examples are
+    those that count (`ExampleCounts.counted`), not those claimed.
+    """
     active = []
     for item in accepted:
         active_bits = state.active_of(item.response.client)
@@ -301,14 +325,21 @@ def read_answers(accepted: Sequence[Accepted], state: ServerState, context: Serv
 
 
 def spread_update(update: Tensor, active: Tensor) -> Tensor:
-    """Return an update of the active coordinates as one of all coordinates, zero elsewhere."""
+    """Return an update of the active coordinates as one of all coordinates, zero elsewhere.
+
+    `active` is a boolean vector over all coordinates.
+    """
     full = torch.zeros(len(active))
     full[active] = update
     return full
 
 
 def describe_clients(answers: Answers, collected: Collected, weights: Tensor, advanced: Advanced) -> dict[str, Any]:
-    """Return the numbers of a round by client: loss, update norm, drift, cosine to the mean."""
+    """Return a round's record by client: loss, update norm, distance and cosine to the mean update, weight.
+
+    Alignment scores are added where clients report them. It goes into metrics.jsonl. `weights` are the aggregation
+    weights (clients,), of any sum.
+    """
     shares = weights / weights.sum()
     drift = drift_report(answers.updates, advanced.update[: len(answers.updates[0])])
     losses = [float(item.response.metrics.get("loss", float("nan"))) for item in collected.accepted]
@@ -334,7 +365,10 @@ def describe_clients(answers: Answers, collected: Collected, weights: Tensor, ad
 
 
 def relative_drift(clients: Mapping[str, list[float]]) -> float:
-    """Return the mean over clients of their distance to the mean update, in units of their own update."""
+    """Return the mean over clients of drift / norm: the distance of an update to the mean update, by its own length.
+
+    `clients` is the table of `describe_clients`. Clients with an update of zero are left out.
+    """
     ratios = []
     for drift, norm in zip(clients["drift"], clients["norm"], strict=True):
         if norm > 0:
@@ -343,7 +377,10 @@ def relative_drift(clients: Mapping[str, list[float]]) -> float:
 
 
 def response_bytes(arrival: Arrival) -> int:
-    """Return the bytes of one answer on the wire; 0 for what has no wire form."""
+    """Return the bytes of one arrival on the wire.
+
+    0 for a sentence and for a malformed object, which have no wire form.
+    """
     message = arrival[1] if isinstance(arrival, tuple) else arrival
     if isinstance(message, bytes | bytearray):
         return len(message)

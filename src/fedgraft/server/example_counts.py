@@ -1,8 +1,8 @@
-"""What clients say of themselves, above all how many images they have: the first word counts.
+"""Numbers that clients claim of themselves, above all how many images they have: the first claim counts.
 
-Where the server dealt the data itself it knows every number. Where clients bring data of their own it has their word:
-it may not change from response to response, and in weights it counts up to `FACTOR` times the median of all, no more,
-so that nobody sets the others' scale.
+Where the server dealt the data itself it knows every number. Where clients bring data of their own, a claim may not
+change from response to response, and in weights it counts up to `FACTOR` times the median of all, no more, so that
+nobody sets the others' scale.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ FACTOR = 10.0
 
 
 class ExampleCounts:
-    """The first claim of every client, by (client, name of the number)."""
+    """The first claim of every client, by (client, name of the number); it also notes who may be in secure sums.
+
+    One instance serves a whole run. `examples` are the numbers that the server knows from the start.
+    """
 
     def __init__(self, examples: Mapping[int, int] | None = None, dealt: bool = True) -> None:
         self.claims: dict[tuple[int, str], float] = {}
@@ -30,7 +33,10 @@ class ExampleCounts:
         """Clients that are in no further secure sum, and why."""
 
     def contradiction(self, client: int, claimed: Mapping[str, float]) -> str:
-        """Say which number a client claimed otherwise before; empty: none."""
+        """Return a sentence on the first of these numbers that the client claimed differently before.
+
+        "" if there is none.
+        """
         for name, value in claimed.items():
             before = self.claims.get((client, name), value)
             if value != before:
@@ -38,12 +44,15 @@ class ExampleCounts:
         return ""
 
     def note(self, client: int, claimed: Mapping[str, float]) -> None:
-        """Remember what a client claims, where it is the first time."""
+        """Store each claimed number, by its name, unless this client has claimed it before."""
         for name, value in claimed.items():
             self.claims.setdefault((client, name), float(value))
 
     def cap(self, name: str = "examples") -> float:
-        """Return the largest number that counts in full; infinite where the server dealt the data."""
+        """Return the largest claim of this name that counts in full: `FACTOR` times the median.
+
+        Infinite for dealt data.
+        """
         if self.dealt:  # asked for every client of every round, so nothing is searched in vain
             return math.inf
         values = []
@@ -53,5 +62,5 @@ class ExampleCounts:
         return FACTOR * statistics.median(values) if values else math.inf
 
     def counted(self, value: float, name: str = "examples") -> float:
-        """Return what a claimed number counts for."""
+        """Return what a claimed number counts for in weights: itself, or the cap if that is smaller."""
         return min(float(value), self.cap(name))

@@ -29,7 +29,10 @@ def _nothing_implausible(response: Response) -> str:
 def expect_responses(
     requests: Sequence[Request], example_counts: ExampleCounts | None = None, **fields: Any
 ) -> Expectation:
-    """Return the expectation of responses to these requests, which are alike but for the client."""
+    """Return the expectation of responses to these requests, which are alike but for the client.
+
+    `fields` are further fields of `Expectation`.
+    """
     first = requests[0]
     clients = frozenset(request.client for request in requests)
     return Expectation(first.run, first.round, clients, first.space, example_counts=example_counts, **fields)
@@ -60,15 +63,21 @@ def expected_counts(
 ) -> Expectation:
     """Return the expectation of counts (models, 4): right, among the first five, sum of losses, images.
 
-    `sums` may come with them. The number of images is the same for all models, and in every response about the same
-    split.
+    Args:
+        models: number of models that the requests carry.
+        split: the images counted on, "validation" or "test"; their number must be the same for all models and in every
+            response of a client about this split.
+        sums: further sums that come with the counts.
+        implausible: returns what cannot be true of a response, or "".
     """
 
     def claims(response: Response) -> dict[str, float]:
+        """Return the numbers of images that a response claims: for training, and in the split."""
         images = float(response.sums["counts"][0, 3])
         return {"examples": response.examples, f"{split} images": images}
 
     def check(response: Response) -> str:
+        """Return what is wrong with the counts or the further sums, or ""."""
         if not plausible(response.sums["counts"]):
             return "inconsistent counts"
         return implausible(response)
@@ -103,7 +112,11 @@ def expected_evaluation(
     sums: Mapping[str, Field] | None = None,
     implausible: Callable[[Response], str] = _nothing_implausible,
 ) -> Expectation:
-    """Return the expectation of an evaluation on the client's own test images, before and after fine-tuning."""
+    """Return the expectation of an evaluation on a client's own test images.
+
+    With `finetuned` the metrics after fine-tuning must come too. `sums` are the sums of `metrics.scores` that come with
+    the metrics; `implausible` returns what cannot be true of a response, or "".
+    """
     metrics = {"loss": LOSS, "accuracy": SHARE, "count": _WHOLE_NUMBER}
     if finetuned:
         metrics["finetuned_loss"] = LOSS
@@ -118,11 +131,12 @@ def expected_evaluation(
 
 
 def expected_mask(requests: Sequence[Request], example_counts: ExampleCounts, coordinates: int) -> Expectation:
-    """Return the expectation of a client's own mask over `coordinates` bits, packed; bits beyond the last are 0."""
+    """Return the expectation of a client's own mask: one bit per coordinate, packed into bytes; spare bits are 0."""
     mask_bytes = -(-coordinates // 8)
     spare_bits = (1 << (-coordinates % 8)) - 1
 
     def check(response: Response) -> str:
+        """Return a sentence if a bit beyond the last coordinate is set, else ""."""
         if int(response.evidence["mask"][-1]) & spare_bits:
             return "marks coordinates that are not there"
         return ""
@@ -132,7 +146,10 @@ def expected_mask(requests: Sequence[Request], example_counts: ExampleCounts, co
 
 
 def masks_of_usual_share(responses: Sequence[Response]) -> list[Response]:
-    """Return the masks that mark as many coordinates as most do: all clients were given the same share."""
+    """Return the responses whose mask marks as many coordinates as most do; log the others.
+
+    All clients were asked for the same density, so another number of bits is wrong.
+    """
     marked: dict[int, int] = {}
     for response in responses:
         marked[response.client] = int(np.unpackbits(response.evidence["mask"].numpy()).sum())

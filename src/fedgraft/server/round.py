@@ -29,7 +29,7 @@ __all__ = ["Engine", "RoundSummary", "ServerContext", "run_round"]
 
 @dataclass(frozen=True)
 class RoundSummary:
-    """What one round was like; a line of metrics.jsonl."""
+    """What one round was like: `record` is its line of metrics.jsonl; `run_round` makes it."""
 
     round: int
     cohort: tuple[int, ...]
@@ -45,13 +45,17 @@ Outcome = tuple[ServerState, dict[str, Any], Mapping[str, Tensor]]
 """The next state, the record of the round, and matrices for figures."""
 
 NORM_HISTORY = 5
-"""Rounds whose median length of an update says what is usual."""
+"""Number of past rounds whose median update norms are remembered, to tell what is usual."""
 
 
 def run_round(
     algorithm: Algorithm, federation: Federation, state: ServerState, engine: Engine, context: ServerContext
 ) -> tuple[ServerState, RoundSummary]:
-    """Run one round: sample, instruct, exchange, validate, weigh, aggregate, step."""
+    """Run one round: sample, instruct, exchange, validate, weigh, aggregate, step. Return the next state and a summary.
+
+    Clients whose updates were not used get the memory they had before the round (`Remembering` engines). A round with
+    too few responses, or whose step is not finite, is skipped: the model stays.
+    """
     began = time.perf_counter()
     if context.active is not None:
         state = replace(state, active=context.active(state))
@@ -95,7 +99,10 @@ def _digest_responses(responses: Sequence[Response]) -> dict[int, str]:
 
 
 def _memories(engine: Engine, cohort: Sequence[int]) -> dict[int, ClientMemory | None]:
-    """Return what the clients of a round remember before it; empty where the engine does not know."""
+    """Return each cohort client's memory before the round (None: it has none).
+
+    {} for an engine that holds no memories.
+    """
     if not isinstance(engine, Remembering):
         return {}
     return {client: engine.memory.get(client) for client in cohort}
@@ -104,7 +111,7 @@ def _memories(engine: Engine, cohort: Sequence[int]) -> dict[int, ClientMemory |
 def _take_back_unused(
     engine: Engine, memories_before: Mapping[int, ClientMemory | None], used_clients: set[int]
 ) -> None:
-    """Let clients whose answers were not used go on from what they remembered before this round."""
+    """Give clients whose responses were not used the memory back that they had before the round; changes the engine."""
     if not isinstance(engine, Remembering):
         return
     for client, memory in memories_before.items():
@@ -113,7 +120,11 @@ def _take_back_unused(
 
 
 def advance(algorithm: Algorithm, step: Step, collected: Collected, context: ServerContext) -> Outcome:
-    """Return the next state: from the sum that the privacy strategy works on, or from the updates one by one."""
+    """Return the next state, the record of the round and matrices for figures.
+
+    A privacy strategy that works on a sum makes the state itself; otherwise the updates are weighed and aggregated. A
+    round with too few responses is skipped.
+    """
     state_from_sum = algorithm.privacy.advance(step, collected)
     if state_from_sum is not None:  # with noise also when nobody answered: who took part is private
         return state_from_sum, dict(collected.notes), {}
@@ -169,10 +180,11 @@ def _is_finite_state(state: ServerState) -> bool:
 
 
 def accumulate_contributions(step: Step, mean: Tensor, collected: Collected, weights: Tensor) -> dict[int, Tensor]:
-    """Return the leave-one-out contribution of each client, summed over rounds.
+    """Return each client's leave-one-out contribution to the model, summed over the rounds so far, by client.
 
     The contribution of client k with weight w is the mean minus the mean of the others: w / (1 - w) times (its update -
-    the mean); of a client by itself, all of the step.
+    the mean); of a client by itself, all of the step. Each goes through the server rule like an update. `mean` is the
+    aggregated update, `weights` are the aggregation weights of the clients in `collected`.
     """
     contributions = dict(step.state.contributions)
     answers = collected.answers

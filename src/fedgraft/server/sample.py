@@ -14,7 +14,7 @@ from fedgraft.core.state import Federation, ServerState
 
 
 def start(algorithm: Algorithm, vector: Tensor, trained: int) -> ServerState:
-    """Return the state before round 0; the server rule updates the first `trained` coordinates."""
+    """Return the server's state before round 0; the server rule updates the first `trained` coordinates of `vector`."""
     clip = algorithm.privacy.initial_clip()
     return ServerState(0, vector.clone(), algorithm.server.init(trained), clip=clip)
 
@@ -32,7 +32,10 @@ def sample(federation: Federation, round: int) -> list[int]:
 
 
 def _draw_cohort(federation: Federation, round: int) -> list[int]:
-    """Draw the cohort among all clients, present or not."""
+    """Return the drawn cohort, sorted, among all clients, present or not.
+
+    With Poisson sampling its size is binomial, otherwise `per_round`.
+    """
     drawn_from = federation.seed
     if federation.secret:
         drawn_from = int.from_bytes(federation.secret, "big")
@@ -57,7 +60,11 @@ def instruct(
 ) -> list[Request]:
     """Return one training request per client of the cohort.
 
-    `origin` is the model the run began with; `rate_factor` raises the learning rate of everything but the head.
+    Args:
+        space: digest of the edit space.
+        origin: the model the run began with; where the algorithm limits downloads, a request carries only the
+            coordinates that moved farthest from it.
+        rate_factor: factor on the learning rate of everything but the head.
     """
     settings: dict[str, Scalar] = {"lr": rate_factor * federation.rate(state)}
     if algorithm.local.head_lr is not None:  # a factor on the common rate, which must not raise the head's
@@ -82,7 +89,10 @@ def instruct(
 
 
 def farthest(vector: Tensor, origin: Tensor, share: float) -> dict[str, Tensor]:
-    """Return values and indices of the share of coordinates that have moved farthest from the origin."""
+    """Return the coordinates that moved farthest from the origin, as the tensors `moved/indices` and `moved/values`.
+
+    `share` is the fraction of all coordinates that is sent.
+    """
     count = max(1, round(share * len(vector)))
     indices = (vector - origin).abs().topk(count, sorted=False).indices.sort().values
     return {"moved/indices": indices.to(torch.int32), "moved/values": vector[indices]}

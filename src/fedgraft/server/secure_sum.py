@@ -1,7 +1,7 @@
 """Secure sums over an engine: each stage of the protocol as requests and responses.
 
-A round's updates, the statistics of head initialisation and the scores of a mask all go this way; the server learns
-the sum over the survivors. `Sums` requests sums outside the rounds, hidden or in the clear.
+A round's updates, the statistics of head initialisation and the scores of a mask all go this way; the server learns the
+sum over the survivors. `Sums` requests sums outside the rounds, by secure aggregation or in the clear.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ STAGE_TENSORS: Mapping[str, set[str]] = {
 _RESUMABLE_GROUP = 8  # clients requested at once where the sum is stored as it grows
 _GROUP = 4  # clients requested at once where all responses together would be over _HELD_BYTES
 _HELD_BYTES = 1 << 30
-_SENDER = re.compile(rf"\bshare box {OF}(\d+)\b")
+_SENDER = re.compile(rf"\bshare box {OF}(\d+)\b")  # finds, in a client's refusal, the peer it complains about
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,13 @@ class SecureRound:
 
 
 class SecureSession:
-    """Carries the stages of one secure sum over an engine, and counts the bytes."""
+    """Carries one secure sum through its stages over an engine, counts the bytes and notes the lost clients.
+
+    Args:
+        requests: one per client, alike but for the client; barred clients are left out.
+        exchange: sends requests and returns what arrives, as `Engine.exchange`.
+        example_counts: the run's record of clients' keys and of those barred from sums; new ones are written into it.
+    """
 
     def __init__(
         self,
@@ -97,7 +103,10 @@ class SecureSession:
         self.down = 0
 
     def total(self, segments: tuple[Segment, ...]) -> SumResult:
-        """Return the sum that the requests ask for; raise `SecureAbort` when too few clients are left."""
+        """Return the sum over the surviving clients, laid out in `segments`; raise `SecureAbort` when too few are left.
+
+        Sends the requests of all stages. Also after an abort `self.lost` says which clients are missing and why.
+        """
         server = SecureServer(self._plan(segments), self.example_counts.identities)
         try:
             return drive(server, partial(self._exchange_stage, server))
@@ -110,7 +119,7 @@ class SecureSession:
             self._bar_spoilers(server.shared)
 
     def _plan(self, segments: tuple[Segment, ...]) -> Plan:
-        """Return the plan of this sum: all requests are alike but for the client."""
+        """Return the plan that all clients of this sum sign: participants, layout, threshold, the request's digest."""
         first = next(iter(self.requests.values()))
         action = str(first.settings["sums"])
         clients = tuple(sorted(self.requests))
@@ -130,7 +139,11 @@ class SecureSession:
         )
 
     def _bar_spoilers(self, peers: Sequence[int]) -> None:
-        """Bar a client whose boxes most peers could not open: it spoiled this sum and is in no further one."""
+        """Bar a client from all further sums if more than half of its peers could not open the share box it sent them.
+
+        `peers` are the clients that sent shares in this sum. The bar is written into `example_counts.barred` and
+        logged.
+        """
         complaints: Counter[int] = Counter()
         for refusal in self.refusals.values():
             match = _SENDER.search(refusal)
@@ -143,7 +156,11 @@ class SecureSession:
                 log.warning("client %d is in no further secure sum: %s", client, reason)
 
     def _exchange_stage(self, server: SecureServer, stage: str, outbox: Outbox) -> Iterator[tuple[int, Data]]:
-        """Yield the first response of each client to this stage, as they come."""
+        """Send one stage's requests and yield (client, tensors) of each client's first valid response, as they come.
+
+        `outbox` holds by client the tensors of the protocol to send. Requests go out in groups, so that an engine that
+        collects all responses before it returns does not hold more than about `_HELD_BYTES`.
+        """
         requests = []
         for client, data in sorted(outbox.items()):
             requests.append(stage_request(self.requests[client], stage, data))
@@ -160,7 +177,10 @@ class SecureSession:
                     yield response.client, dict(response.evidence)
 
     def _read(self, stage: str, arrival: object, limit: int) -> Response | None:
-        """Return an arrival as a response to this stage; None if it is late, foreign, or not even a message."""
+        """Return an arrival as a response to this stage; None if it is late, of another run or client, or no message.
+
+        A sentence instead of a response is noted in `self.refusals`. Bytes longer than `limit` are not parsed.
+        """
         sender, response = arrival if isinstance(arrival, tuple) else (None, arrival)
         if isinstance(response, str) and sender is not None:
             self.refusals[sender] = response
@@ -182,7 +202,10 @@ class SecureSession:
 
 
 def stage_request(request: Request, stage: str, data: Data) -> Request:
-    """Return a request as one stage of a secure sum; the model travels only when it is time to work on it."""
+    """Return a request as one stage of a secure sum, with the protocol's tensors `data` added.
+
+    Model and further tensors travel only at the stage "masked", when the client works on them.
+    """
     auxiliary: dict[str, Tensor] = {}
     vector = None
     if stage == "masked":
@@ -205,7 +228,17 @@ def secure_sum(
     trained: int,
     example_counts: ExampleCounts | None = None,
 ) -> SecureRound:
-    """Carry the training requests through the five stages; a round with too few clients gives no update."""
+    """Run a training round under secure aggregation and return the mean update, the lost clients and the traffic.
+
+    Args:
+        requests: the round's training requests.
+        exchange: sends requests and returns what arrives.
+        length: coordinates of an update.
+        trained: coordinates that train; the others are buffers.
+        example_counts: the run's record of clients' keys and of those barred from sums.
+
+    An aborted sum, or fewer than two clients, gives no update. Aborts and clipped numbers are logged.
+    """
     sum_settings: dict[str, Scalar] = {"sums": "train", "largest": federation.largest}
     sum_requests = []
     for request in requests:
@@ -234,7 +267,7 @@ def secure_sum(
 
 
 class ResumableSum(Protocol):
-    """Storage of a long sum while it grows, so that it continues after a stop."""
+    """Storage of a long sum in the clear while it grows, so that it continues after a stop of the process."""
 
     def load(self) -> tuple[int, dict[str, Tensor]]:
         """Return how many clients are in, and the sums over them; (0, {}) at the start."""
@@ -257,14 +290,15 @@ class SummedAction(Protocol):
 
     @property
     def implausible(self) -> Callable[[Response], str]:
-        """Say what cannot be true of an answer; empty: nothing."""
+        """Returns a sentence on what cannot be true of a response, or "" for a plausible one."""
         ...
 
 
 class Sums:
     """Requests sums from all clients outside the rounds: by secure aggregation where the run has it, else in the clear.
 
-    A client that does not answer, or whose answer is invalid, is logged, left out, and gets no further requests.
+    A client that does not answer, or whose answer is invalid, is logged, left out, and gets no further requests. `lost`
+    holds the reasons by client, `up` and `down` the bytes.
     """
 
     def __init__(
@@ -289,9 +323,14 @@ class Sums:
         resumable: ResumableSum | None = None,
         **auxiliary: Tensor,
     ) -> dict[str, Tensor]:
-        """Return the answers of all clients to this action, added up by name, float64.
+        """Send one request to every client and return their named tensors added up, float64.
 
-        `resumable` lets a sum in the clear continue where an earlier process stopped.
+        Args:
+            action: the client action that computes the tensors.
+            vector: the model that the requests carry; None: none.
+            settings: the settings that the requests carry.
+            resumable: storage by which a sum in the clear continues where an earlier process stopped.
+            auxiliary: further tensors that the requests carry, by name.
         """
         request_settings = dict(settings or {})
         number = -1
@@ -315,7 +354,7 @@ class Sums:
     def _sum_hidden(
         self, action: SummedAction, requests: Sequence[Request]
     ) -> tuple[dict[str, Tensor], dict[int, str]]:
-        """Return the secure sum by name, and the clients that are not in it with the reason."""
+        """Return the sums by name through secure aggregation, and the clients that are not in them with the reason."""
         if len(requests) < 2:
             raise FedgraftError(
                 "E-SERVER-SUM-COHORT",
@@ -344,7 +383,11 @@ class Sums:
     def _sum_in_the_clear(
         self, action: SummedAction, requests: Sequence[Request], resumable: ResumableSum | None
     ) -> tuple[dict[str, Tensor], dict[int, str]]:
-        """Return the sum by name, and the clients that are not in it with the reason."""
+        """Return the sums by name from responses in the clear, and the clients that are not in them with the reason.
+
+        Responses are requested and added in groups of clients. With `resumable`, and float32 tensors only, the sum
+        begins with what is stored and is stored again after each group.
+        """
         fields = self._fields(action, requests)
         total: dict[str, Tensor] = {}
         answered: set[int] = set()
@@ -353,7 +396,7 @@ class Sums:
         group = max(_GROUP, _HELD_BYTES // max(1, answer_bytes))
         first = 0
         dtypes = {tensor_field.dtype for tensor_field in fields.values()}
-        if resumable is not None and dtypes <= {torch.float32}:  # added one by one
+        if resumable is not None and dtypes <= {torch.float32}:  # which are added one by one, in the same order
             first, total = resumable.load()
             group = min(group, _RESUMABLE_GROUP)
             answered = {request.client for request in requests[:first]}
@@ -376,7 +419,10 @@ class Sums:
         return total, lost
 
     def each(self, action: SummedAction) -> list[Response]:
-        """Return every client's own response in the clear, in client order, without invalid or missing ones."""
+        """Return every client's own response in the clear, in client order.
+
+        Missing and invalid ones are left out and logged.
+        """
         requests = [Request(self.run, -1, client, action.name) for client in self.clients]
         accepted, rejections = self._exchange(action, requests, self._fields(action, requests))
         reasons = {rejection.client: rejection.reason for rejection in rejections}
@@ -386,7 +432,7 @@ class Sums:
         return [item.response for item in accepted]
 
     def _fields(self, action: SummedAction, requests: Sequence[Request]) -> dict[str, Field]:
-        """Return what each tensor of an answer must look like."""
+        """Return shape, dtype and limit of each tensor of a response to these requests."""
         fields: dict[str, Field] = {}
         if requests:
             for name, summand in action.summands(self.network, requests[0].settings).items():
@@ -396,7 +442,7 @@ class Sums:
     def _exchange(
         self, action: SummedAction, requests: Sequence[Request], fields: Mapping[str, Field]
     ) -> tuple[list[Accepted], list[Rejection]]:
-        """Send the requests and validate what comes back."""
+        """Send the requests and return the valid responses and the rejections; count the bytes."""
         clients = frozenset(request.client for request in requests)
         expected = Expectation(
             self.run, -1, clients, sums=fields, example_counts=self.example_counts, check=action.implausible
@@ -408,7 +454,7 @@ class Sums:
         return accepted, rejections
 
     def _leave_out(self, action: SummedAction, lost: Mapping[int, str]) -> None:
-        """Log the lost clients and send them no further requests."""
+        """Log the lost clients with their reasons and remove them from `self.clients`: they get no further requests."""
         for client, reason in lost.items():
             log.warning("client %d is left out of the sums of %s: %s", client, action.name, reason)
         self.lost |= lost
@@ -416,7 +462,10 @@ class Sums:
 
 
 def _nobody_answered(action: SummedAction, reasons: Mapping[int, str], purpose: str) -> FedgraftError:
-    """Return the error of a sum without clients, with the first reason that a client was left out for."""
+    """Return the error for an action that no client answered; its hint is the first reason in `reasons`.
+
+    `purpose` ends the sentence "there is nothing to ...".
+    """
     sentence = f"no client answered the request {action.name!r}, so there is nothing to {purpose}"
     hint = ""
     for client, reason in reasons.items():
@@ -426,7 +475,10 @@ def _nobody_answered(action: SummedAction, reasons: Mapping[int, str], purpose: 
 
 
 def _add_in_order(parts: Sequence[Tensor], before: Tensor | None) -> Tensor:
-    """Return the sum in client order, float64. Long float32 vectors are added one by one: a stack would double them."""
+    """Return `before` (None: zero) plus the parts in client order, float64; `before` may be changed in place.
+
+    Long float32 vectors are added one by one, because a stack would double them.
+    """
     if parts[0].dtype == torch.float64:
         total = torch.stack(list(parts)).sum(0)
         if before is None:

@@ -21,7 +21,9 @@ from fedgraft.core.state import Federation, ServerState
 from fedgraft.server.example_counts import ExampleCounts
 
 MOST_METRICS = 256
+"""Most metrics that one response may carry."""
 MOST_EXAMPLES = 1 << 40
+"""Largest number of examples that a client may claim."""
 LARGEST = 1e18
 """Largest absolute value of a number in a response: the square of a larger one is no float32."""
 
@@ -40,7 +42,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a number may have."""
+    """The values that a number may have: from `least` to `most`, with `whole` only integers."""
 
     least: float = -LARGEST
     most: float = LARGEST
@@ -52,7 +54,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a well-formed response of this round looks like."""
+    """What a well-formed response to the requests of one exchange looks like; `validate_responses` compares with it."""
 
     run: str
     round: int
@@ -66,12 +68,15 @@ class Expectation:
     codec: Codec | None = None
     """How the update is encoded; None: no update was requested, and none may come."""
     sums: Mapping[str, Field] = field(default_factory=dict)
+    """Exactly these auxiliary vectors."""
     scalars: Collection[str] = ()
+    """Exactly these scalars."""
     evidence: Mapping[str, Field] = field(default_factory=dict)
+    """Exactly these tensors that a client reports of itself."""
     norm_bound: float | None = None
     """Largest L2 norm of the decoded update."""
     max_examples: int | None = None
-    """0: the number of examples is secret (it travels inside a secure sum) and must be left at 0."""
+    """Most examples a client may claim; 0: their number is private and must be left at 0; None: `MOST_EXAMPLES`."""
     ranges: Mapping[str, Range] = field(default_factory=dict)
     """Ranges of the scalars; any finite number where there is none."""
     metrics: Mapping[str, Range] | None = None
@@ -96,7 +101,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Accepted:
-    """A response that passed, with its update decoded once."""
+    """A response that passed validation, with its update decoded once."""
 
     response: Response
     update: Tensor | None
@@ -123,7 +128,8 @@ class InvalidResponse(Exception):
 def validate_responses(arrivals: Iterable[Arrival], expected: Expectation) -> tuple[list[Accepted], list[Rejection]]:
     """Return the well-formed responses in the order of client ids, and who was dropped for what.
 
-    The first well-formed response of a client counts; a further one is dropped and named.
+    The first well-formed response of a client counts; a further one is dropped and named. What accepted clients claim
+    is noted in `expected.example_counts`.
     """
     accepted: dict[int, Accepted] = {}
     rejections: list[Rejection] = []
@@ -155,7 +161,12 @@ def _client_of(sender: int | None, response: Response | bytes) -> int:
 
 
 def _validate(sender: int | None, response: Response | bytes, expected: Expectation) -> Accepted:
-    """Return the response with its update decoded; raise for the first thing that is wrong."""
+    """Return the response with its update decoded.
+
+    Raise `InvalidResponse`, `BadMessage` or `BadPayload` if it is wrong.
+
+    `sender` is the client the response came from by the word of the transport; None: unknown.
+    """
     if not isinstance(response, Response | bytes | bytearray | memoryview):
         raise InvalidResponse("is no message at all")
     if not isinstance(response, Response):
@@ -189,7 +200,10 @@ def _norm(update: Tensor) -> float:
 
 
 def _check_envelope(sender: int | None, response: Response, expected: Expectation) -> None:
-    """Require run, round, client and space of the request."""
+    """Raise unless run, round, client and space of the response are those of the request.
+
+    `sender` is the client by the word of the transport; None: unknown.
+    """
     if type(response.client) is not int or response.client not in expected.clients:
         raise InvalidResponse(f"client {str(response.client)[:40]} was not asked")
     if sender is not None and sender != response.client:
@@ -203,7 +217,7 @@ def _check_envelope(sender: int | None, response: Response, expected: Expectatio
 
 
 def _check_numbers(response: Response, expected: Expectation) -> None:
-    """Require a possible number of examples, and exactly the expected scalars and metrics within their ranges."""
+    """Raise unless the number of examples is possible and exactly the expected scalars and metrics are in range."""
     largest_count = MOST_EXAMPLES if expected.max_examples is None else expected.max_examples
     smallest_count = min(1, largest_count)
     if type(response.examples) is not int or not smallest_count <= response.examples <= largest_count:
@@ -225,7 +239,7 @@ def _check_numbers(response: Response, expected: Expectation) -> None:
 
 
 def _check_ranges(group: str, numbers: Mapping[str, float], ranges: Mapping[str, Range]) -> None:
-    """Require every number to lie in its range."""
+    """Raise unless every number that has a range lies in it; `group` names the numbers in the error."""
     for name, allowed in ranges.items():
         if numbers[name] not in allowed:
             raise InvalidResponse(f"{group} {name!r} is {numbers[name]:.4g}, which cannot be")
@@ -239,7 +253,10 @@ def _is_number(value: object) -> bool:
 
 
 def _check_fields(tensors: Mapping[str, Tensor], fields: Mapping[str, Field], group: str) -> None:
-    """Require exactly the named tensors, each of its dtype and shape, all finite and within its limit."""
+    """Raise unless exactly the expected tensors are there, each of its dtype and shape, finite and within its limit.
+
+    `group` names the tensors in the error.
+    """
     if not isinstance(tensors, Mapping) or set(tensors) != set(fields):
         raise InvalidResponse(f"{group} are not {sorted(fields)}")
     for name, expected in fields.items():
@@ -251,7 +268,7 @@ def _check_fields(tensors: Mapping[str, Tensor], fields: Mapping[str, Field], gr
 
 
 def largest(tensor: Tensor) -> float:
-    """Return the largest absolute value of a tensor, 0 of an empty one; without a copy of it."""
+    """Return the largest absolute value of a tensor; 0 if it is empty, NaN if it holds one. Makes no copy."""
     if not tensor.numel():
         return 0.0
     low, high = tensor.aminmax()
@@ -282,9 +299,13 @@ HARMLESS = 1e-3
 
 
 def far_off(norms: Mapping[int, float], factor: float, usual: float = 0.0, least: float = 0.0) -> dict[int, float]:
-    """Return the norms by client that exceed `factor` times the usual one, or the median here if that is larger.
+    """Return the norms by client that exceed `factor` times the usual norm.
 
-    With fewer than three clients nobody is the middle, and only what was usual before counts. Nothing usual: no bound.
+    Args:
+        norms: norm of each client's vector in this round.
+        usual: the usual norm of earlier rounds; 0: unknown. This round's median counts instead if it is larger, from
+            three clients on.
+        least: the bound is never smaller than this. Without any usual norm there is no bound.
     """
     median = statistics.median(norms.values()) if len(norms) > 2 else 0.0
     bound = factor * max(usual, median)
@@ -303,8 +324,9 @@ def without_outliers(
 ) -> tuple[list[Accepted], list[Rejection]]:
     """Return the responses whose update and auxiliary vectors are not far longer than usual, and who was dropped.
 
-    Usual is the median of the past rounds in units of the learning rate, or this round's median if that is larger.
-    A client that takes more steps than most, because it has more images, may come further by as much.
+    Usual is the median of the past rounds in units of the learning rate, or this round's median if that is larger; far
+    longer is `federation.norm_factor` times that, and without the factor nobody is dropped. `steps` returns the local
+    steps of a client: one that takes more steps than most, because it has more images, may come further by as much.
     """
     factor = federation.norm_factor
     if not factor:

@@ -42,7 +42,10 @@ def action_named(name: str) -> Action:
 
 
 def progress_label(request: Request) -> str:
-    """Return what a progress display calls the work of this request."""
+    """Return what a progress display calls the work of this request: the round, or the action's label.
+
+    A request that is one stage of a secure sum also names the stage.
+    """
     name = requested_name(request)
     action = ACTIONS.get(name)
     if action is None:

@@ -25,7 +25,11 @@ _FINETUNE_PARTS = ("head", "body", "both")
 
 
 def _requested_split(request: Request, context: ClientContext) -> tuple[Examples, Tensor]:
-    """Return the examples of the split that a request names, and which rows of them are this client's."""
+    """Return the examples of the split that a request names in its settings, and which rows of them are this client's.
+
+    The split "test" is the client's test images; any other is the validation rows that it holds out of training. The
+    rows are empty where the client has none.
+    """
     if request.settings.get("split") == "test":
         examples = context.examples if context.tests is None else context.tests
         rows_of_client = context.test_rows
@@ -41,10 +45,12 @@ def _requested_split(request: Request, context: ClientContext) -> tuple[Examples
 
 
 def count_models(request: Request, context: ClientContext) -> dict[str, Tensor]:
-    """Return for each model: right answers, right among the first five, sum of losses, images.
+    """Return {"counts": (models, 4)}: right answers, right among the first five, sum of losses, images, by model.
 
-    The models are the request's vector, or heads (n, classes, width + 1) on the untouched backbone. Only these numbers
-    leave, and the sums of `metrics.scores` where the request asks for `scores`.
+    The images are those of the split in the request's settings. The models are the tensor `heads` of the request (n,
+    classes, width + 1), applied to the features of the untouched backbone, or else the request's vector as one model,
+    which is loaded into the client's network. With the setting `scores` the sums of `metrics.scores` are returned
+    beside the counts.
     """
     examples, rows = _requested_split(request, context)
     if "heads" in request.auxiliary:
@@ -58,7 +64,10 @@ def count_models(request: Request, context: ClientContext) -> dict[str, Tensor]:
 
 
 def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
-    """Return the counts of each head, (n, 4)."""
+    """Return the counts of each head on these rows, (n, 4): right, right among the first five, loss sum, images.
+
+    `heads` is (n, classes, width + 1); the last column is the bias.
+    """
     counts = torch.zeros(len(heads), 4, dtype=torch.float64)
     for batch, labels in pooled_batches(context, rows):
         ones = torch.ones(len(batch), 1, dtype=torch.float64)
@@ -76,10 +85,12 @@ def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
 def _answer_count(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response, ClientMemory]:
+    """Return the response whose sums are those of `count_models`, and the client's memory as it was."""
     return replace(empty_response(request, context), sums=count_models(request, context)), memory
 
 
 def _validate_count(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+    """Refuse a count whose heads, or whose model where it has no heads, do not have the shape of this network."""
     heads = request.auxiliary.get("heads")
     if heads is None:
         require_tensor("the model", model_vector(request), (context.space.size,))
@@ -88,6 +99,7 @@ def _validate_count(request: Request, algorithm: Algorithm, context: ClientConte
 
 
 def _held_out_images(request: Request, context: ClientContext) -> int:
+    """Return how many images the counts of this request would be about."""
     rows_of_client = context.test_rows if request.settings.get("split") == "test" else context.held
     return 0 if rows_of_client is None else len(rows_of_client(request.client))
 
@@ -96,7 +108,10 @@ def _held_out_images(request: Request, context: ClientContext) -> int:
 
 
 def score_sums(request: Request, context: ClientContext) -> dict[str, Tensor]:
-    """Return the sums of `metrics.scores` of the request's model on the requested split."""
+    """Return the sums of `metrics.scores` (confusion matrix, histograms, losses) of the request's model.
+
+    The images are those of the split that the request names. The model stays loaded in the client's network.
+    """
     context.load_model(model_vector(request))
     examples, rows = _requested_split(request, context)
     _, sums = evaluate_with_sums(context.network, examples, rows)
@@ -104,6 +119,7 @@ def score_sums(request: Request, context: ClientContext) -> dict[str, Tensor]:
 
 
 def _score_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
+    """Return shape and range of each sum of `metrics.scores`, by name."""
     summands = {}
     for name, shape in scores.shapes(network.classes).items():
         summands[name] = Summand(shape.shape, torch.float64, shape.limit, shape.step)
@@ -111,6 +127,7 @@ def _score_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[st
 
 
 def _validate_split(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+    """Refuse a split other than "validation" and "test"."""
     if request.settings["split"] not in ("validation", "test"):
         raise Refused("the request names a split that does not exist", "request")
 
@@ -121,7 +138,12 @@ def _validate_split(request: Request, algorithm: Algorithm, context: ClientConte
 def evaluate_on_own_tests(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response, ClientMemory]:
-    """Measure the request's model, or the client's own, on its test images, before and after fine-tuning."""
+    """Measure a model on the client's own test images, and again after fine-tuning where the request asks for it.
+
+    The model is the request's, or with personalisation the client's own from its memory. Return the response, with the
+    metrics `loss`, `accuracy`, `count` (and `finetuned_...`) and the sums of `metrics.scores`, and the memory as it
+    was. The model stays loaded in the client's network.
+    """
     if context.tests is None or context.test_rows is None:
         raise FedgraftError(
             "E-CLIENT-NO-TEST-ROWS",
@@ -145,6 +167,7 @@ def evaluate_on_own_tests(
 
 
 def _validate_finetuning(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+    """Refuse an evaluation with fine-tuning whose epochs, rate, batch size or part is missing or impossible."""
     if not request.settings.get("finetune_epochs"):
         return
     declared = {"finetune_epochs": float}

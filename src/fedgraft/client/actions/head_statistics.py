@@ -1,4 +1,7 @@
-"""Sums from which a head on the frozen backbone is made: feature statistics, class sums, gradients, class counts."""
+"""Client actions that return sums from which the server makes a head on the frozen backbone.
+
+Feature statistics (ridge regression), class sums (class means), gradients (logistic regression), class counts.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from fedgraft.core.protocols import Network
 from fedgraft.privacy.secagg.ring import Summand
 
 # docs/decisions/12-secure-head-initialisation.md derives the limit and the step.
-_LIMIT = 2.0**40
-_STEP = 2.0**-33
+_LIMIT = 2.0**40  # largest absolute value of an entry inside a secure sum
+_STEP = 2.0**-33  # fixed-point step of an entry inside a secure sum
 _WRONG_SUMS = "its sums are not those of so many examples"
 
 
 def _linear_sum(*shape: int) -> Summand:
-    """Return the description of a float64 sum of features."""
+    """Return shape and range of a float64 tensor that sums features over examples, as a secure sum needs them."""
     return Summand(shape, torch.float64, _LIMIT, _STEP)
 
 
@@ -34,7 +37,11 @@ def _with_ones(features: Tensor) -> Tensor:
 
 
 def statistics(request: Request, context: ClientContext) -> dict[str, Tensor]:
-    """Return ZᵀZ and ZᵀY of this client's features with a bias column. No image and no feature leaves."""
+    """Return the sums of ridge regression over this client's training images: {"gram": ZᵀZ, "cross": ZᵀY}, float64.
+
+    Z are the pooled features with a column of ones (n, width + 1), Y the one-hot labels (n, classes). The network is
+    left in evaluation mode.
+    """
     network = context.network
     side = network.width + 1
     gram = torch.zeros(side, side, dtype=torch.float64)
@@ -53,6 +60,7 @@ def _statistics_summands(network: Network, settings: Mapping[str, Scalar]) -> di
 
 
 def _statistics_implausible(response: Response) -> str:
+    """Return what cannot be true of the statistics, given the number of examples the client claims; "" if nothing."""
     gram = response.sums["gram"]
     diagonal = gram.diagonal()
     counts = response.sums["cross"][-1]  # the bias row counts examples by class
@@ -70,7 +78,10 @@ def _statistics_implausible(response: Response) -> str:
 
 
 def class_sums(request: Request, context: ClientContext) -> dict[str, Tensor]:
-    """Return summed features by class with their counts, (width + 1, classes): what class means need."""
+    """Return {"cross": (width + 1, classes)}: pooled features summed by class.
+
+    The last row counts the images of each class.
+    """
     cross = torch.zeros(context.network.width + 1, context.network.classes, dtype=torch.float64)
     for batch, labels in pooled_batches(context, context.rows(request.client)):
         cross.index_add_(1, labels, _with_ones(batch.double()).T)
@@ -92,6 +103,7 @@ def _class_counts_summands(network: Network, settings: Mapping[str, Scalar]) -> 
 
 
 def _counts_implausible(counts: Tensor, examples: int) -> str:
+    """Return what is wrong with counts by class of a client that claims so many examples; "" if they can be true."""
     whole = bool((counts % 1 == 0).all())
     if float(counts.sum()) != examples or not bool((counts >= 0).all()) or not whole:
         return _WRONG_SUMS
@@ -110,7 +122,11 @@ def _class_counts_implausible(response: Response) -> str:
 
 
 def head_gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
-    """Return loss and gradient of a head (classes, width + 1), summed over this client's examples."""
+    """Return gradient, loss and count of the request's head, each summed over this client's training images.
+
+    The head is the tensor `head` of the request, (classes, width + 1) with the bias last; the loss is the
+    cross-entropy. The gradient has the head's shape, loss and count have shape (1,).
+    """
     head = request.auxiliary["head"]
     rows = context.rows(request.client)
     gradient = torch.zeros_like(head)
@@ -135,6 +151,7 @@ def _head_gradient_summands(network: Network, settings: Mapping[str, Scalar]) ->
 
 
 def _head_gradient_implausible(response: Response) -> str:
+    """Return what cannot be true of loss and count, given the number of examples the client claims; "" if nothing."""
     if float(response.sums["count"]) != response.examples or float(response.sums["loss"]) < 0:
         return "its loss is not that of so many examples"
     return ""

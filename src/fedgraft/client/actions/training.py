@@ -24,7 +24,10 @@ from fedgraft.privacy.secagg.secure_sum import TAIL, weighted_input
 def train_client(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response, ClientMemory]:
-    """Train locally and answer with the encoded update."""
+    """Train locally and return the response with the encoded update, and the client's new memory.
+
+    The response also carries the vectors that a correction sends (`sums`) and the observations (`evidence`).
+    """
     outcome = train_locally(request, algorithm, context, memory)
     trained = outcome.trained
     response = update_response(
@@ -42,7 +45,14 @@ def update_response(
     loss_and_steps: tuple[float, int],
     memory: dict[str, Tensor],
 ) -> Response:
-    """Return the response to a training request: the update encoded, and what goes with it."""
+    """Return the response to a training request, with the update encoded by the algorithm's codec.
+
+    Args:
+        update: the update, float32 (coordinates sent,).
+        scalars: named numbers that weighting and aggregation use.
+        loss_and_steps: mean training loss and number of steps, for the record.
+        memory: the client's new memory; a codec with error feedback stores in it, in place, what it did not send.
+    """
     generator = torch_stream(context.seed, "encode", request.round, request.client)
     encoded = algorithm.compression.encode(update, generator, memory)
     response = replace(empty_response(request, context), update=encoded, scalars=scalars)
@@ -57,7 +67,11 @@ def update_response(
 def weighted_update(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Mapping[str, Tensor], ClientMemory]:
-    """Train locally and return the weighted update, its weight and what else is summed, for a secure sum."""
+    """Train locally and return this client's summand of a secure sum, and its new memory.
+
+    The summand holds the update times the client's weight in 0..1, the weight itself, the vectors of a correction and
+    the reported scalars, by segment. `settings["largest"]` is the number of examples above which clients count no more.
+    """
     outcome = train_locally(request, algorithm, context, memory)
     assert algorithm.weighting.own is not None
     largest = float(request.settings["largest"])
@@ -77,7 +91,10 @@ def _layout(scope: SumScope) -> tuple[Segment, ...]:
 
 
 def _validate(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
-    """Refuse a training request whose numbers or further tensors are not those of this run."""
+    """Refuse a training request whose settings or tensors do not have the names, types and shapes of this run.
+
+    The tensors are the vectors of a correction, the mean model `common`, the cluster models, and the bit mask `active`.
+    """
     settings: dict[str, type] = {}
     if algorithm.privacy.needs_clip:
         settings["clip"] = float

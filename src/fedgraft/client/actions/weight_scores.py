@@ -23,7 +23,9 @@ from fedgraft.edit.fisher import ESTIMATORS, Scores
 from fedgraft.privacy.secagg.ring import Summand
 
 _SHARE_SETTINGS = {"names": str, "draw": int, "share": float}
+"""Names of the weights, one a line; the number of the draw; the share of the client's rows that is drawn."""
 _SCORE_SETTINGS = {**_SHARE_SETTINGS, "estimator": str, "labels": str, "batch": int}
+"""And the Fisher estimator, whose labels it uses ("true", "expected", ...), and the batch size."""
 
 
 def _named_weights(settings: Mapping[str, Scalar]) -> list[str]:
@@ -51,7 +53,10 @@ def _require_known_estimator(request: Request, algorithm: Algorithm, context: Cl
 
 
 def _draw_share(request: Request, context: ClientContext, purpose: str) -> tuple[Tensor, torch.Generator]:
-    """Return a drawn share of the client's rows, sorted, and the generator it was drawn with."""
+    """Return a random share of the client's training rows, sorted, and the generator it was drawn with.
+
+    The share and the number of the draw are settings of the request; `purpose` names the random stream.
+    """
     rows = context.rows(request.client)
     generator = torch_stream(context.seed, purpose, str(request.settings["draw"]), request.client)
     count = max(1, round(float(request.settings["share"]) * len(rows)))
@@ -63,7 +68,11 @@ def _draw_share(request: Request, context: ClientContext, purpose: str) -> tuple
 
 
 def score_weights(request: Request, context: ClientContext) -> Scores:
-    """Score the weights that the request carries; the network gets its own back, bit for bit."""
+    """Return the Fisher scores of the weights named in the request, on a random share of this client's training images.
+
+    The model that the request carries (all weights of the network) is loaded for it; afterwards the network has its own
+    weights again, bit for bit.
+    """
     settings = request.settings
     network = context.network
     rows, generator = _draw_share(request, context, "fisher_scores")
@@ -84,7 +93,10 @@ def score_weights(request: Request, context: ClientContext) -> Scores:
 
 
 def fisher_scores(request: Request, context: ClientContext) -> dict[str, Tensor]:
-    """Return sums of squared gradients over a share of this client's examples, with their number at the end."""
+    """Return {"scores": (weights + 1,)}: squared gradients summed over a share of this client's images.
+
+    The last entry is the number of those images.
+    """
     return {"scores": score_weights(request, context).vector()}
 
 
@@ -94,6 +106,7 @@ def _fisher_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[s
 
 
 def _fisher_implausible(response: Response) -> str:
+    """Return what cannot be true of the scores: negative sums, or more images than the client has; "" if nothing."""
     scores = response.sums["scores"]
     if not 0 < float(scores[-1]) <= response.examples or not bool((scores >= 0).all()):
         return "its scores are not sums of squares over so many examples"
@@ -104,7 +117,11 @@ def _fisher_implausible(response: Response) -> str:
 
 
 def gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
-    """Return the summed gradient of the named weights over a share of this client's examples."""
+    """Return {"gradient": (weights,)}: the loss gradient of the named weights, summed over some of the client's images.
+
+    The images are a random share. The gradient is taken at the model that the request carries; afterwards the network
+    has its own weights again, bit for bit.
+    """
     network = context.network
     names = set(_named_weights(request.settings))
     rows, _ = _draw_share(request, context, "gradient")
@@ -138,14 +155,21 @@ class ChoosesMask(Protocol):
     """A trainable kind whose clients can choose coordinates by scores of their own."""
 
     def calibrated(self, network: Network, scores: Callable[[int], Mapping[str, Tensor]]) -> Calibration:
-        """Return the mask that these scores give."""
+        """Return the mask that these scores give.
+
+        `scores(round)` returns the scores of each weight in a calibration round.
+        """
         ...
 
 
 def own_mask(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response, ClientMemory]:
-    """Calibrate a mask on the client's own examples; only its bits leave."""
+    """Calibrate a sparse mask on this client's own examples, starting from the request's model.
+
+    Return the response, whose evidence is {"mask": the mask as packed bits}, and the memory as it was. The network's
+    weights are put back.
+    """
     trainable = algorithm.trainable
     if not isinstance(trainable, ChoosesMask):
         raise FedgraftError(
@@ -160,6 +184,7 @@ def own_mask(
     all_weights.scatter(model_vector(request), network)
 
     def score(round: int) -> Mapping[str, Tensor]:
+        """Return the mean scores of the network's present weights on the rows drawn for this calibration round."""
         settings = {**request.settings, "draw": round}
         round_request = replace(request, vector=all_weights.gather(network), settings=settings)
         return score_weights(round_request, context).mean()

@@ -32,9 +32,11 @@ class SplitOptions(TypedDict, total=False):
 
 
 def federate(data: Dataset, kind: str, clients: int = 10, **options: Any) -> FederatedData:
-    """Hold out validation rows and divide the rest by `kind`: a kind of `make_partition` with its options, or by_site.
+    """Hold out validation rows for the server and divide the rest among clients.
 
-    `options` also takes those of `SplitOptions`.
+    `kind` is a kind of `make_partition`, whose options are among `options`, or "by_site": one client per site.
+    `options` also takes those of `SplitOptions`. A class that no client holds is refused, unless `limit` or
+    `allow_uncovered` is given.
     """
     seed = options.pop("seed", 0)
     limit = options.pop("limit", None)
@@ -118,7 +120,10 @@ def given(datasets: Sequence[Any], names: Sequence[str] | None = None, **split: 
 
 
 def _hold_out(data: Dataset, share: float, seed: int, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return (training rows, validation rows); at most `limit` training rows, stratified."""
+    """Return (training rows, validation rows) of the training store: a share of each class at each site is held out.
+
+    At most `limit` training rows are kept, stratified; None: all.
+    """
     from fedgraft.data.sources.assemble import strata
 
     stratum = strata(data.train)

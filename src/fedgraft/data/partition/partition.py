@@ -190,7 +190,11 @@ def make_partition(
 def partition_by_owner(
     labels: np.ndarray, owners: np.ndarray, test_labels: np.ndarray, test_owners: np.ndarray | None
 ) -> Partition:
-    """Return one client per owner, in the order of their names, with the owner's own training and test rows."""
+    """Return the partition with one client per owner, in the order of their names.
+
+    `owners` names the owner of each training row, `test_owners` that of each test row (None: unknown); test rows of an
+    owner without training rows go to nobody.
+    """
     names, owner = np.unique(owners, return_inverse=True)
     test_owner = np.full(len(test_labels), -1)
     if test_owners is not None and len(test_owners):
@@ -259,7 +263,10 @@ def compress(owner: np.ndarray, clients: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def edges_of(offsets: np.ndarray, rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return client, class and number of rows of every pair that occurs, without building the full table."""
+    """Return client, class and number of rows, an array each, of every pair of a client and a class that occurs.
+
+    `offsets` and `rows` are those of a `Partition`.
+    """
     classes = count_classes(labels)
     owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     pair, counts = np.unique(owner * classes + labels[rows], return_counts=True)
@@ -271,7 +278,8 @@ def _sharded_test_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Split each class's test rows among its owners in proportion to their training rows, by largest remainder.
 
-    Returns offsets (K + 1,) and rows.
+    `labels` are those of the test rows, `edges` the training rows by client and class (`edges_of`). Returns offsets (K
+    + 1,) and rows as a `Partition` holds them.
     """
     client, cls, count = edges
     classes = max(count_classes(labels), int(cls.max()) + 1)
@@ -291,7 +299,11 @@ def _sharded_test_rows(
 def _all_test_rows_of_classes(
     labels: np.ndarray, edges: tuple[np.ndarray, np.ndarray, np.ndarray], clients: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Give every client all test rows of its classes, so that clients share rows. Returns offsets (K + 1,) and rows."""
+    """Give every client all test rows of its classes, so that clients share rows.
+
+    `labels` are those of the test rows, `edges` the training rows by client and class (`edges_of`). Returns offsets (K
+    + 1,) and rows as a `Partition` holds them.
+    """
     client, cls, _ = edges
     available = np.bincount(labels, minlength=int(cls.max()) + 1)
     lengths = available[cls]
@@ -312,7 +324,10 @@ def _all_test_rows_of_classes(
 
 
 def _check_lists(split: str, offsets: np.ndarray, rows: np.ndarray, count: int, disjoint: bool) -> None:
-    """Refuse offsets that do not rise, rows out of range and, if `disjoint`, a row of two clients."""
+    """Refuse offsets that do not rise, rows outside 0..count-1 and, if `disjoint`, a row of two clients.
+
+    `split` ("training" or "test") names the rows in errors.
+    """
     if offsets[0] != 0 or offsets[-1] != len(rows) or (np.diff(offsets) < 0).any():
         raise FedgraftError(
             "E-DATA-PARTITION-OFFSETS",

@@ -20,7 +20,11 @@ from fedgraft.data.partition.split import distinct
 def class_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, per_client: int, allow_uncovered: bool = False
 ) -> RowOwners:
-    """Return owners such that every client has rows of exactly `per_client` classes."""
+    """Return the owner of each row such that every client has rows of exactly `per_client` classes.
+
+    Client sizes differ by at most one row where that is possible, else a note says by how many. `allow_uncovered`
+    permits classes that no client holds.
+    """
     present, supply = np.unique(labels, return_counts=True)
     _check_feasible(clients, per_client, present, allow_uncovered)
     cls = assign_classes(clients, per_client, len(present), rng).reshape(-1)
@@ -100,7 +104,10 @@ def assign_classes(clients: int, per_client: int, classes: int, rng: np.random.G
 
 
 def chunk_counts(cls: np.ndarray, client: np.ndarray, supply: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return counts that cut every class evenly among its holders; larger pieces go to the smallest clients so far."""
+    """Return the rows of each edge (client, class): each class is cut evenly among the clients that hold it.
+
+    Where a class cannot be cut exactly, larger pieces go to the clients that are smallest so far.
+    """
     counts = np.empty(len(cls), dtype=np.int64)
     total = np.zeros(int(client.max()) + 1, dtype=np.int64)
     by_class = np.argsort(cls, kind="stable")
@@ -127,7 +134,10 @@ def transport_counts(cls: np.ndarray, client: np.ndarray, supply: np.ndarray) ->
 
 
 def _fit(cls: np.ndarray, client: np.ndarray, supply: np.ndarray, steps: int = 200) -> np.ndarray:
-    """Return real counts with the right sums, as even as possible: scale by class and by client in turn (Sinkhorn)."""
+    """Return real-valued counts by edge with the right sums, as even as possible.
+
+    Counts are scaled in turn so that each class adds up to its supply and all clients are of equal size (Sinkhorn).
+    """
     target = supply.sum() / (int(client.max()) + 1)
     counts = np.ones(len(cls))
     for _ in range(steps):
@@ -142,7 +152,9 @@ def _fit(cls: np.ndarray, client: np.ndarray, supply: np.ndarray, steps: int = 2
 def _flow(
     cls: np.ndarray, client: np.ndarray, supply: np.ndarray, low: np.ndarray, room: np.ndarray
 ) -> np.ndarray | None:
-    """Return whole counts between `low` and `low + room`, by a maximum flow class -> client; None if there are none.
+    """Return whole counts by edge between `low` and `low + room`, by a maximum flow class -> client.
+
+    None if there are none.
 
     Nodes: source, sink, a pool for the odd rows, classes, clients. A client's last row, the one that makes it larger
     than the smallest, comes through the pool, whose capacity is the number of such rows.
@@ -185,7 +197,10 @@ def _size_difference(counts: np.ndarray, client: np.ndarray) -> int:
 
 
 def _verify(counts: np.ndarray, cls: np.ndarray, supply: np.ndarray, per_client: int, clients: int) -> None:
-    """Check the promise of this module on the result, independently of how it was computed."""
+    """Raise unless every client holds exactly `per_client` classes and every class is used up.
+
+    This checks the result independently of how it was computed.
+    """
     pair = np.repeat(np.arange(clients), per_client) * len(supply) + cls
     if counts.min() < 1 or len(distinct(pair)) != clients * per_client:
         raise FedgraftError(

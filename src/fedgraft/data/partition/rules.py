@@ -190,9 +190,12 @@ def dirichlet_balanced_owners(labels: np.ndarray, clients: int, rng: np.random.G
 def _draw_rows(
     proportions: np.ndarray, size: int, remaining: np.ndarray, rng: np.random.Generator, concentration: np.ndarray
 ) -> np.ndarray:
-    """Return `size` rows by class, drawn by `proportions` from the remaining rows.
+    """Return how many rows of each class a client gets, `size` in all, drawn without replacement.
 
-    A draw from an exhausted class is repeated.
+    Args:
+        proportions: the client's class proportions (C,).
+        remaining: rows of each class that nobody has yet; a draw from an exhausted class is repeated.
+        concentration: Dirichlet parameters, from which proportions of the classes that are left are drawn if need be.
     """
     drawn = rng.multinomial(size, proportions)
     if (drawn <= remaining).all():

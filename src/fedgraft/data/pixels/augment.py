@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-PAD = 4
+PAD = 4  # pixels by which `crop` may shift an image
 JITTER = (0.4, 0.4, 0.4, 0.1)  # brightness, contrast, saturation, hue
 _GREY = (0.299, 0.587, 0.114)
 _TRIES = 10  # boxes drawn per image, of which the first that fits is used
@@ -103,22 +103,22 @@ def blend(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:
 
 
 def brightness(images: Tensor, factor: Tensor) -> Tensor:
-    """Blend with black."""
+    """Return the images blended with black; `factor` (B,) below 1 is darker, above 1 brighter."""
     return blend(images, torch.zeros(()), factor)
 
 
 def contrast(images: Tensor, factor: Tensor) -> Tensor:
-    """Blend with each image's mean grey."""
+    """Return the images blended with each image's mean grey; `factor` (B,) below 1 is flatter."""
     return blend(images, grey(images).mean(dim=(2, 3), keepdim=True), factor)
 
 
 def saturation(images: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the grey image."""
+    """Return the images blended with their grey version; `factor` (B,) below 1 is paler."""
     return blend(images, grey(images), factor)
 
 
 def hue(images: Tensor, turn: Tensor) -> Tensor:
-    """Turn the hue of each image by `turn` of the colour circle."""
+    """Return the images with their hue turned by `turn` (B,), a fraction of the colour circle."""
     top = images.amax(dim=1)  # (B, H, W)
     bottom = images.amin(dim=1)
     chroma = top - bottom
@@ -137,7 +137,10 @@ def hue(images: Tensor, turn: Tensor) -> Tensor:
 
 
 def jitter(images: Tensor, generator: Generator, strength: tuple[float, float, float, float] = JITTER) -> Tensor:
-    """Change brightness, contrast, saturation and hue, in this order, by factors drawn for each sample."""
+    """Change brightness, contrast, saturation and hue, in this order, by amounts drawn for each sample.
+
+    `strength` holds the largest change of each of the four.
+    """
     count = len(images)
     for change, amount in zip((brightness, contrast, saturation), strength[:3], strict=True):
         images = change(images, random_uniform(1 - amount, 1 + amount, count, generator))

@@ -20,7 +20,10 @@ _MAX_BYTES = 2 << 30  # of one parquet row group in memory
 
 @dataclass(frozen=True)
 class Originals:
-    """Images in a fixed order. `identity` (plain data) tells one state of them from another."""
+    """Images in a fixed order that can be read in runs of rows; `from_files` and others make it.
+
+    `identity` (plain data) tells one state of them from another.
+    """
 
     name: str
     identity: Any
@@ -47,6 +50,7 @@ def from_files(files: Sequence[Path], name: str = "folder") -> Originals:
     """Return image files as originals, in this order."""
 
     def read(start: int, stop: int) -> Sequence[Source]:
+        """Return the files of these rows; they are not opened."""
         return files[start:stop]
 
     def where(row: int) -> str:
@@ -79,9 +83,10 @@ def from_arrays(images: np.ndarray | Sequence[Any], name: str = "arrays") -> Ori
 
 
 def chosen(whole: Originals, rows: np.ndarray) -> Originals:
-    """Return some rows of other originals, in this order."""
+    """Return these rows of other originals, in this order, as originals of their own."""
 
     def read(start: int, stop: int) -> list[Source]:
+        """Return the sources of these rows; neighbouring rows of the whole are read together."""
         selected = rows[start:stop]
         sources: list[Source] = []
         for run in np.split(selected, np.flatnonzero(np.diff(selected) != 1) + 1):  # neighbours are read together
@@ -97,7 +102,7 @@ def chosen(whole: Originals, rows: np.ndarray) -> Originals:
 
 
 def joined(parts: Sequence[Originals]) -> Originals:
-    """Return several originals one after the other."""
+    """Return several originals as one, their rows one after the other."""
     ends = [0, *accumulate(part.count for part in parts)]  # ends[i]: rows before part i
 
     def locate(row: int) -> tuple[Originals, int]:
@@ -106,6 +111,7 @@ def joined(parts: Sequence[Originals]) -> Originals:
         return parts[number], row - ends[number]
 
     def read(start: int, stop: int) -> list[Source]:
+        """Return the sources of these rows, part after part."""
         sources: list[Source] = []
         while start + len(sources) < stop:
             part, first = locate(start + len(sources))
@@ -179,6 +185,7 @@ def _row_group(
     """Return one row group as originals; its first row is row `start` of the file."""
 
     def read(first: int, stop: int) -> list[bytes]:
+        """Return the encoded images of these rows of the group, which is loaded in place of the one in memory."""
         if (path, index) not in cached:
             cached.clear()  # one row group in memory, whatever the size of the file
             cached[path, index] = _read_row_group(path, index, count, column)

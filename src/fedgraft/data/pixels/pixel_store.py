@@ -34,7 +34,7 @@ _ABANDONED_AFTER = 7 * 86_400  # seconds after which an unfinished build is remo
 
 @dataclass(frozen=True, eq=False)
 class Pixels:
-    """Pixels under one rule, addressed by row: `pixels[rows]` is uint8 (B, S, S, 3)."""
+    """The pixels of a store under one pixel rule, addressed by row: `pixels[rows]` is uint8 (B, S, S, 3)."""
 
     images: np.ndarray  # uint8 (M, H, W, 3), memory-mapped when it comes from the cache
     digest: str
@@ -63,7 +63,10 @@ class Pixels:
 
 @dataclass(frozen=True)
 class _Made:
-    """The pixels of one original, or None and the reason; `peak` is the brightest value of a clipped grey image."""
+    """The pixels that one original gave, or None and the reason.
+
+    `peak`: brightest value of a clipped grey image, else 0.
+    """
 
     pixels: np.ndarray | None
     reason: str = ""
@@ -76,7 +79,12 @@ def pixels_digest(images: np.ndarray) -> str:
 
 
 def open_pixels(originals: Originals, rule: PixelRule, cache: Path) -> Pixels:
-    """Return the pixels of these originals under this rule, from the cache folder, or made and stored there now."""
+    """Return the pixels of these originals under this rule from the cache folder.
+
+    Make and store them if they are missing.
+
+    Unreadable images become black and are listed in the result.
+    """
     if not originals.count:
         raise FedgraftError(
             "E-DATA-NO-IMAGES", f"there are no images in {originals.name}", "give at least one", name=originals.name
@@ -103,7 +111,10 @@ def open_pixels(originals: Originals, rule: PixelRule, cache: Path) -> Pixels:
 
 
 def _read_seal(entry: Path) -> dict[str, Any] | None:
-    """Return the seal of a complete entry whose images have not been touched since, else None."""
+    """Return the seal of a complete cache folder `entry` whose images have not been touched since, else None.
+
+    The seal is the content of store.json: digest of the pixels, unreadable images, size and time of images.npy.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError):
         seal: dict[str, Any] = json.loads((entry / "store.json").read_text())
         if seal["stamp"] == _stamp(entry):
@@ -112,7 +123,10 @@ def _read_seal(entry: Path) -> dict[str, Any] | None:
 
 
 def _reseal(entry: Path) -> dict[str, Any] | None:
-    """Return a new seal for an entry that was touched but is intact; remove the files of a damaged one, and warn."""
+    """Return a new seal for a cache folder whose images were touched but are intact; None where there is no seal.
+
+    The files of a damaged one are removed, with a warning.
+    """
     if not (entry / "store.json").exists():
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -127,7 +141,10 @@ def _reseal(entry: Path) -> dict[str, Any] | None:
 
 
 def _build(entry: Path, originals: Originals, rule: PixelRule) -> dict[str, Any]:
-    """Make the pixels that are still missing, record each chunk in the ledger, and return the seal."""
+    """Make the pixels that are still missing, in threads, record each chunk in the ledger, and return the seal.
+
+    A build that was stopped before continues after the chunks in its ledger.
+    """
     images = _open_array(entry / "images.npy", (originals.count, rule.size, rule.size, 3))
     records = _read_ledger(entry, images)
     missing = originals.count - sum(min(CHUNK, originals.count - start) for start in records)
@@ -169,7 +186,10 @@ def _make(rule: PixelRule, side: int, source: Source) -> _Made:
 
 
 def _store_chunk(images: np.ndarray, start: int, chunk: list[_Made]) -> dict[str, Any]:
-    """Write a chunk of pixels to `images` and return its record for the ledger."""
+    """Write the pixels of a chunk into `images` from row `start` on, in place.
+
+    Return the chunk's record for the ledger.
+    """
     unreadable = []
     peaks = []
     for row, made in enumerate(chunk, start):
@@ -220,7 +240,7 @@ def _read_ledger(entry: Path, images: np.ndarray) -> dict[int, dict[str, Any]]:
 
 
 def _seal(entry: Path, images: np.ndarray, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Write the seal of a complete entry, remove its ledger, and return the seal."""
+    """Write the seal (store.json) of a complete entry from its chunks' records, remove the ledger, return the seal."""
     unreadable: list[list[Any]] = []
     peaks: list[float] = []
     digests: list[str] = []
@@ -239,7 +259,7 @@ def _seal(entry: Path, images: np.ndarray, records: list[dict[str, Any]]) -> dic
 
 
 def _write_seal(entry: Path, seal: dict[str, Any]) -> dict[str, Any]:
-    """Write the seal with the present stamp of the images, and return it."""
+    """Write the seal into the cache folder `entry`, with the present size and time of its images; return it."""
     seal = {**seal, "stamp": _stamp(entry)}
     _replace(entry / "store.json", json.dumps(seal))
     return seal

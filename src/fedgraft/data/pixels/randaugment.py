@@ -62,7 +62,7 @@ def translate_y(images: Tensor, sign: Tensor) -> Tensor:
 
 
 def sharpen(images: Tensor, sign: Tensor) -> Tensor:
-    """Blend with a smoothed copy, away from it or towards it; the border stays."""
+    """Move each image away from its smoothed copy (sign +1) or towards it (sign -1); the border pixels stay."""
     kernel = torch.tensor([[1.0, 1, 1], [1, 5, 1], [1, 1, 1]]).div(13).expand(3, 1, 3, 3)
     smooth = images.clone()
     smooth[:, :, 1:-1, 1:-1] = F.conv2d(images, kernel, groups=3)
@@ -133,7 +133,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def randaugment(images: Tensor, generator: Generator) -> Tensor:
-    """Apply `LAYERS` operations to each sample, drawn for each sample and layer."""
+    """Return the images after `LAYERS` random operations each, drawn for each sample and layer."""
     for _ in range(LAYERS):
         chosen = torch.randint(len(OPERATIONS), (len(images),), generator=generator)
         sign = torch.randint(0, 2, (len(images),), generator=generator).float() * 2 - 1

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Source: TypeAlias = "Path | bytes | Image | np.ndarray"
+"""An image before decoding: a file, encoded bytes, a Pillow image or an array."""
 Window: TypeAlias = "tuple[float, float] | None"
+"""The grey values of a deep image that become black and white; None: values are taken as they are."""
 MAX_PIXELS = 89_478_485  # Pillow's own mark for a decompression bomb: 358 MB decoded
 # Formats that carry photographs. Others are left out on purpose: EPS starts a program, containers lie about sizes.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
@@ -379,7 +381,11 @@ def _check_supported(config: Mapping[str, Any], name: str) -> None:
 
 
 def _edge(size: int | Mapping[str, int], square: bool, name: str) -> tuple[bool, int]:
-    """Return whether `size` gives both sides (a bare number: `square`), and the side."""
+    """Return (whether both sides are given, the side in pixels) from a preprocessor's `size`.
+
+    A bare number means what `square` says; a shape that is not square is refused. `name` is the preprocessor's, for the
+    error.
+    """
     if isinstance(size, int):
         return square, size
     if set(size) == {"shortest_edge"}:

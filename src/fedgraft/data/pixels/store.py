@@ -30,7 +30,11 @@ _NAMED = 3  # unreadable images that an error names
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageStore(Labelled):
-    """Some rows of `content`: images of one size that are stored as they are, or originals that pixels are made of."""
+    """Labelled images addressed by row: some rows of `content`.
+
+    `content` is an array of images of one size, stored as they are, or `Originals` from which pixels are made on first
+    use.
+    """
 
     content: np.ndarray | Originals  # uint8 (M, H, W, 3)
     rows: np.ndarray | None = None  # (N,); None: all, in their order
@@ -61,7 +65,10 @@ class ImageStore(Labelled):
         )
 
     def open(self, rule: PixelRule) -> Pixels:
-        """Return the pixels that this rule makes, from the cache or made now; refuse unreadable images by name."""
+        """Return the pixels that this rule makes, from the cache or made and cached now.
+
+        Raise if some are unreadable.
+        """
         if isinstance(self.content, np.ndarray) and (_is_small(self.content.shape[1:3], rule) or not len(self)):
             return Pixels(self.content, self.digest, self.rows, rule.fit_batch)
         originals = self.originals
@@ -88,9 +95,9 @@ class ImageStore(Labelled):
         return from_arrays(self.content)
 
     def unreadable(self, rule: PixelRule | None = None) -> dict[int, str]:
-        """Return the rows whose image cannot be read, and why; every original is decoded once, then it is cached.
+        """Return the rows whose image cannot be read, and why.
 
-        With the rule that the pixels will have, decoding makes these pixels.
+        Every original is decoded once and cached. With the rule that the pixels will have, decoding makes these pixels.
         """
         if not isinstance(self.content, Originals) or not len(self):
             return {}

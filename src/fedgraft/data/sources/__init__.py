@@ -61,7 +61,11 @@ _PATHS = ("path", "data", "x")  # what the first argument is called where a sour
 
 
 def load_dataset(source: str, path: str | Path | None = None, limit: int | None = None, **options: Any) -> Dataset:
-    """Open a data source by name; no pixels are made yet. `limit` keeps at most so many of each part, stratified."""
+    """Open a data source by its name in `SOURCES`; no pixels are made yet.
+
+    `path` is the file or folder of a source that needs one, `options` are those of the source. `limit` keeps at most so
+    many examples of each part, stratified; None: all.
+    """
     loader = SOURCES.find(source)
     parameters = list(inspect.signature(loader).parameters.values())
     takes_path = bool(parameters) and parameters[0].name in _PATHS
@@ -147,7 +151,7 @@ def _has_images(place: Path, pattern: str) -> bool:
 
 
 def options_of(source: str) -> tuple[str, ...] | None:
-    """Return the options that a source takes beside its path; None: any."""
+    """Return the names of the options that a source takes beside its path; None: it takes any."""
     names: list[str] = []
     for parameter in inspect.signature(SOURCES[source]).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:

@@ -64,7 +64,11 @@ class SourcePart:
 def assemble(
     name: str, parts: Sequence[SourcePart], classes: Sequence[str] | None = None, **options: Unpack[SourceOptions]
 ) -> Dataset:
-    """Return the dataset of a source's parts: train, or train and test. `classes` names the labels in their order."""
+    """Return the dataset of a source's parts: train, or train and test.
+
+    `classes` names the labels in their order; None: the different labels, sorted. Without a test part one is cut off;
+    `options` say how.
+    """
     raw_labels = []
     for part in parts:
         labels = np.asarray(part.labels)
@@ -84,9 +88,12 @@ def assemble(
 def finish(
     name: str, stores: Sequence[Store], test_share: float = 0.2, seed: int = 0, unreadable: str = "refuse"
 ) -> Dataset:
-    """Return the dataset of one or two stores.
+    """Return the dataset of one store, or of a training and a test store.
 
-    Unreadable images are left out on request, and a test set is cut off if there is none.
+    Args:
+        test_share: share that is cut off as the test set where there is one store only.
+        seed: of that cut.
+        unreadable: "skip" decodes all images now and leaves out those that cannot be read; "refuse" leaves it to later.
     """
     if unreadable not in ("refuse", "skip"):
         raise FedgraftError(

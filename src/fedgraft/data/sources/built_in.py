@@ -36,7 +36,10 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def synthetic(classes: int = 10, train: int = 5000, test: int = 1000, image_size: int = 32, seed: int = 0) -> Dataset:
-    """Return images of a smooth random template per class plus pixel noise: learnable, and of any size."""
+    """Return images that are a smooth random template per class plus pixel noise: learnable, and of any size.
+
+    `train` and `test` are numbers of images.
+    """
     from PIL import Image
 
     options = {"classes": classes, "train": train, "test": test, "image_size": image_size}

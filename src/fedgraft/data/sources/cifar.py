@@ -147,7 +147,7 @@ def cifar100(path: str | Path | None = None) -> Dataset:
 
 
 def _cifar(name: str, path: str | Path | None) -> Dataset:
-    """Return the dataset of this name."""
+    """Find and read a copy of this dataset ("cifar10" or "cifar100") at `path`, at the usual places, or on the Hub."""
     read = _find_copy(name, path)
     return assemble(name, [_with_known_size(part) for part in read()], CLASSES[name])
 

@@ -18,7 +18,10 @@ _SHORTEST_WORD = 5  # letters from which one different letter is taken for a sli
 
 
 def slips(names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return pairs of names that differ by spaces, case, punctuation or one letter, and by which of them."""
+    """Return pairs of names that look like one: (first, second, kind of difference).
+
+    The kinds are class_space, class_case, class_punctuation and class_similar (one letter).
+    """
     pairs = []
     for first, second in combinations(sorted(names), 2):
         if first.strip() == second.strip():
@@ -76,7 +79,10 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def odd_names(names_by_client: Mapping[int, Sequence[str]]) -> dict[str, str]:
-    """Return names of one client alone where two or more others spell the class otherwise, with advice for each."""
+    """Return the class names that one client alone uses where two or more others spell the class otherwise.
+
+    The value is a sentence that says which spelling the others use. `names_by_client` are the classes of each client.
+    """
     owners: dict[str, set[int]] = {}
     for client, names in names_by_client.items():
         for name in names:

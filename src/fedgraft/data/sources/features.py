@@ -49,7 +49,10 @@ def features(
     groups: Any = None,
     test: Sequence[Any] | None = None,
 ) -> Dataset:
-    """Take feature vectors (N, d) and labels, or a file of both; `test` is (x, y[, sites]), else a share is cut off."""
+    """Return a dataset of feature vectors (N, d) and labels in memory, or of a file of both (`x` is its path).
+
+    `test` is (x, y[, sites[, groups]]); None: a share is cut off. `classes` names the labels in their order.
+    """
     from fedgraft.data.sources.assemble import Dataset, finish
 
     if isinstance(x, str | Path):

@@ -79,7 +79,7 @@ def _check_test_classes(place: Path) -> None:
 
 
 def _looks_like_owners(path: Path) -> bool:
-    """Return whether all of several folders in it hold no files but folders, two or more of the same names in all."""
+    """Return whether `path` holds a folder per owner: several folders of folders only, that share two names or more."""
     places = _directories(path)
     if len(places) < 2:
         return False

@@ -19,7 +19,11 @@ from fedgraft.data.sources.objects import arrays, dataset
 
 
 def join(parts: Sequence[Any], names: Sequence[str] | None = None) -> Dataset:
-    """Return all parts as one dataset; labels are numbers of the classes of all. Default names are numbers."""
+    """Return the datasets of several owners as one, with the owner's name in the column `site`.
+
+    `parts` are datasets, folders, torch or Hugging Face datasets, or (x, y); `names` their owners' names, by default
+    numbers. The classes are those of all parts together.
+    """
     datasets = [as_dataset(part) for part in parts]
     if not datasets:
         raise FedgraftError("E-DATA-NOTHING-TO-JOIN", "there are no datasets to join", "give one for each client")
@@ -57,7 +61,7 @@ def _joined_classes(datasets: Sequence[Dataset]) -> list[str]:
 
 
 def as_dataset(thing: Any) -> Dataset:
-    """Return a dataset of this package, made of an object or a folder of images."""
+    """Return a `Dataset` from itself, a tuple (x, y, ...), the path of an image folder, or a dataset object."""
     if isinstance(thing, Dataset):
         return thing
     if isinstance(thing, tuple) and len(thing) >= 2:

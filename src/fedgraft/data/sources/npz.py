@@ -43,7 +43,12 @@ def npz(
 
 
 def read_part(path: Path, part: str, names: dict[str, str | None]) -> SourcePart:
-    """Return the images of one part with labels and columns; `names` says what image, label, site, group are called."""
+    """Return the images, labels and columns of one part of an npz file.
+
+    Args:
+        part: "train", "test", or "" where the file has only one part.
+        names: the array names of "image", "label", "site" and "group"; None: there is none.
+    """
     arrays = npz_names(path)
     array_names: dict[str, str] = {}
     for key, name in names.items():

@@ -136,7 +136,11 @@ def _read_part(data: Any, names: dict[str, str | None]) -> SourcePart:
 
 
 def _from_items(data: Any, names: dict[str, str | None]) -> SourcePart:
-    """Return a torch `Dataset` as one part: one pass for labels and identity, since images need not stay in memory."""
+    """Return a torch `Dataset` as one part; every item is read once now for labels and identity.
+
+    Images need not stay in memory: they are read again when pixels are made. `names` are the columns of items that are
+    mappings.
+    """
     hasher = hashlib.blake2b(digest_size=16)
     labels = []
     for row in range(len(data)):
@@ -156,7 +160,7 @@ def _from_items(data: Any, names: dict[str, str | None]) -> SourcePart:
 
 
 def _item(data: Any, row: int, names: dict[str, str | None]) -> tuple[Any, Any]:
-    """Return image and label of one item: a pair, or a mapping with these columns."""
+    """Return image and label of one item of a torch dataset: a pair, or a mapping with the columns in `names`."""
     item = data[row]
     if isinstance(item, Mapping):
         where = f"item {row} of the dataset"
@@ -180,7 +184,10 @@ def _item(data: Any, row: int, names: dict[str, str | None]) -> tuple[Any, Any]:
 
 
 def from_columns(data: Any, names: dict[str, str | None]) -> SourcePart:
-    """Return a `datasets.Dataset` as one part; images stay encoded until pixels are made."""
+    """Return a `datasets.Dataset` as one part; images stay encoded until pixels are made.
+
+    `names` says which columns are "image", "label", "site" and "group" (None: none).
+    """
     import datasets
 
     where = "the dataset"

@@ -40,7 +40,10 @@ def parquet(
 
 
 def read_parquet(files: Sequence[Path], names: dict[str, str | None]) -> SourcePart:
-    """Return the images of these files, not decoded, with labels and the columns of short texts or whole numbers."""
+    """Return the images of these files, not decoded, with labels and the columns of short texts or whole numbers.
+
+    `names` says which columns are "image", "label", "site" and "group" (None: found under these names, or none).
+    """
     where = str(files[0])
     available = column_names(files[0])
     image = image_column(available, names, where)
@@ -63,7 +66,10 @@ def column_names(path: Path) -> list[str]:
 
 
 def pick_column(names: Iterable[str], candidates: Sequence[str], where: str) -> str:
-    """Return the first candidate that is among the names; refuse if there is none."""
+    """Return the first candidate that is among the names; raise if there is none.
+
+    `where` names the file in the error.
+    """
     available = list(names)
     for name in candidates:
         if name in available:
@@ -126,7 +132,7 @@ def read_names(path: Path) -> list[str] | None:
 
 
 def _find_files(path: Path) -> list[list[Path]]:
-    """Return the files of each part: train and test, or all in one."""
+    """Return the parquet files of each part at a path: [train, test], or [all] where names do not say."""
     if path.is_file():
         return [[path]]
     hint = "name the file, or a folder of parquet files"

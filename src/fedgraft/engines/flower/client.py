@@ -32,7 +32,7 @@ Serve = Callable[[WorkerRequest, Slots], WorkerResponse]
 
 
 class StateSlots(MutableMapping[str, bytes]):
-    """A client's memory in Flower's state of a node, one array each."""
+    """A client's memory in Flower's state of a simulated node: each slot's bytes as one array record."""
 
     def __init__(self, context: Context) -> None:
         self.state = context.state
@@ -56,7 +56,10 @@ class StateSlots(MutableMapping[str, bytes]):
 
 
 def request_of(message: Message, context: Context, settings: Mapping[str, Any]) -> WorkerRequest:
-    """Return the request to this node in a message, in a run with these settings."""
+    """Return the `WorkerRequest` in a Flower message, with the client number and data of this node.
+
+    `settings` are the run's: config, folder, task. Raises if the node has no client number ("partition-id").
+    """
     arrays, words = unpack_content(message.content)
     client = context.node_config.get("partition-id")
     if type(client) is not int or client < 0:
@@ -83,10 +86,14 @@ def request_of(message: Message, context: Context, settings: Mapping[str, Any]) 
 
 
 def client_app(serve: Serve, settings: Mapping[str, Any] | None = None) -> ClientApp:
-    """Return a ClientApp whose requests `serve` carries out; `settings` replace the run's if Flower has none."""
+    """Return Flower's ClientApp: it unpacks messages, lets `serve` carry them out, and replies with the result.
+
+    `settings` replace the run's own settings; None: Flower's `run_config`.
+    """
     app = ClientApp()
 
     def reply(message: Message, context: Context) -> Message:
+        """Return the reply to a greeting or a request; an error of ours becomes part of the reply."""
         try:
             request = request_of(message, context, settings or context.run_config)
             answer = serve(request, StateSlots(context))

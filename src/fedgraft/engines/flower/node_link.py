@@ -36,7 +36,7 @@ class WorkerRequest:
     """One request to a client, with what its node must know to carry it out; without a request, a greeting."""
 
     config: str
-    """The config of the run, as TOML."""
+    """The config of the run, as TOML text."""
     folder: str
     """The run folder on the server's machine: with the config the identity of the run."""
     client: int
@@ -50,12 +50,12 @@ class WorkerRequest:
     becomes: int = 0
     """The step of the memory after this request."""
     digest: str = ""
-    """Identity of the opened edit space; empty before there is one."""
+    """Digest of `opened`, the tensors of the run's edit space; empty before the space is chosen."""
     classes: tuple[str, ...] = ()
     """The federation's classes, if nodes have data of their own."""
     request: bytes = b""
     opened: bytes = b""
-    """The opened edit space, if the server thinks that the node lacks it."""
+    """The packed tensors from which a node rebuilds the edit space; empty if the server thinks that it has them."""
     task: str = ""
     """The task if it is not a run: `preflight` or `evaluate`."""
 
@@ -68,14 +68,14 @@ class WorkerResponse:
     step: int = 0
     """The step of the memory that the client now has."""
     need: bool = False
-    """The node lacks the opened edit space; send the request again with it."""
+    """The node lacks the tensors of the edit space (`opened`); send the request again with them."""
     error: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     """The answer to a greeting: number of examples, classes, digest of the data."""
 
 
 def send(pipe: Connection, message: WorkerRequest | WorkerResponse) -> None:
-    """Write a message to a socket: one line of JSON, then the byte strings."""
+    """Write a message to a socket: one line of JSON, then the byte strings of `_BYTES`, each by itself."""
     plain = asdict(message)
     parts = [plain.pop(name) for name in _BYTES if name in plain]
     pipe.send_bytes(json.dumps(plain).encode())
@@ -84,7 +84,7 @@ def send(pipe: Connection, message: WorkerRequest | WorkerResponse) -> None:
 
 
 def receive(pipe: Connection, kind: type[WorkerRequest] | type[WorkerResponse]) -> Any:
-    """Read a message that `send` wrote."""
+    """Read a message that `send` wrote, as an instance of `kind`."""
     plain = json.loads(pipe.recv_bytes())
     if "classes" in plain:
         plain["classes"] = tuple(plain["classes"])
@@ -95,7 +95,10 @@ def receive(pipe: Connection, kind: type[WorkerRequest] | type[WorkerResponse]) 
 
 
 def private_folder() -> Path:
-    """Return a folder for sockets that only this user can enter, with a path short enough for a socket."""
+    """Return the folder for sockets in the system's temporary folder, created if needed; only this user can enter it.
+
+    Raises if others can enter it. Its path is short enough for a socket.
+    """
     folder = Path(tempfile.gettempdir()) / f"fedgraft-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     info = folder.lstat()
@@ -110,7 +113,11 @@ def private_folder() -> Path:
 
 
 def ask_worker(worker_request: WorkerRequest, owner: int | None = None) -> WorkerResponse:
-    """Send a request to the node's worker and return its answer; the worker ends with `owner` (default: our parent)."""
+    """Send a request to the node's worker process and return its answer; start the worker if there is none.
+
+    `owner` is the process with which the worker ends; None: our parent. A worker that dies gives a response with an
+    error.
+    """
     if owner is None:
         owner = os.getppid()
     identity = f"{owner} {worker_request.client} {worker_request.data}"
@@ -126,7 +133,10 @@ def ask_worker(worker_request: WorkerRequest, owner: int | None = None) -> Worke
 
 
 def _connect(address: Path, owner: int) -> Connection:
-    """Return a connection to the worker at this address; start the worker if there is none."""
+    """Return a connection to the worker's socket at this address; start the worker process if there is none.
+
+    `owner` is the process with which the worker ends. Raises if the worker does not start in time.
+    """
     with suppress(FileNotFoundError, ConnectionError):
         return Client(str(address), "AF_UNIX")
     with locked(address.with_suffix(".lock")):  # two messages at once start one worker
@@ -144,7 +154,11 @@ def _connect(address: Path, owner: int) -> Connection:
 
 
 def serve(address: Path, owner: int, carry_out: Callable[[WorkerRequest], WorkerResponse], idle: float = IDLE) -> None:
-    """Run a worker: carry out one request after another until its owner ends or none came for `idle` seconds."""
+    """Run a worker: listen at `address` and carry out one request after another.
+
+    It returns when the process `owner` has ended or no request came for `idle` seconds. Errors of `carry_out` become
+    responses without any detail of the node's data.
+    """
     with Listener(str(address), "AF_UNIX") as listener:
         socket = listener._listener._socket  # type: ignore[attr-defined]  # the only way to wait with a limit
         socket.settimeout(1.0)

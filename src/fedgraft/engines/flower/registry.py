@@ -31,23 +31,30 @@ NodeFacts = Mapping[str, Any]
 
 
 class Transport(Protocol):
-    """Greets nodes and returns their answers."""
+    """What the registry needs of `FlowerTransport`: send greetings to nodes, and return the answers."""
 
     def present(self) -> set[int]:
         """Return the nodes that are connected now."""
         ...
 
     def greet(self, nodes: Sequence[int]) -> Mapping[str, int]:
-        """Greet these nodes; return which question went to which node."""
+        """Send these nodes a greeting; return the node by the greeting's message id."""
         ...
 
     def greetings(self, questions: Iterable[str]) -> Mapping[str, tuple[int, NodeFacts, str]]:
-        """Return the answers that have come: (client number, facts, error) by question."""
+        """Return the answers that have come: (client number, facts, error) by the greeting's message id."""
         ...
 
 
 class NodeRegistry:
-    """The nodes of a federation by client number, brought up to date by `refresh`."""
+    """Which node serves which client (`nodes`), brought up to date by `refresh`.
+
+    Args:
+        transport: greets nodes and returns their answers.
+        clients: number of clients of the federation.
+        clock: returns seconds; replaced in tests.
+        members: returns the client for which each node's key was registered; None: nodes have no keys.
+    """
 
     def __init__(
         self,
@@ -76,7 +83,7 @@ class NodeRegistry:
         """When a node that has not answered, or was refused, is greeted again, and the pause after that."""
 
     def refresh(self) -> None:
-        """Forget nodes that left, greet new ones, and admit or refuse those that have answered."""
+        """Forget nodes that left, greet new ones, and admit or refuse those that have answered; does not wait."""
         present = self.transport.present()
         self._forget_absent(present)
         self._greet_due(present)
@@ -84,19 +91,22 @@ class NodeRegistry:
             return
         answers = self.transport.greetings(list(self._questions))
         for question, (client, facts, error) in answers.items():
-            if question not in self._questions:  # an earlier question to the same node was answered just before
+            if question not in self._questions:  # an earlier greeting of the same node was answered just before
                 continue
             node = self._questions.pop(question)
-            if node not in self.nodes.values():  # else the late answer to an earlier question
+            if node not in self.nodes.values():  # else the late answer to an earlier greeting
                 self._enter(node, client, facts, error)
 
     def _forget_absent(self, present: set[int]) -> None:
-        """Remove nodes that are no longer connected, and their questions."""
+        """Remove the nodes that are not among `present`, with their unanswered greetings.
+
+        When a node that served a client is gone, refused nodes may be its successor: they are greeted again at once.
+        """
         gone = {client: node for client, node in self.nodes.items() if node not in present}
         for client, node in gone.items():
             log.warning("the node of client %d is gone (%d)", client, node)
             del self.nodes[client]
-        if gone:  # a node that was refused because the number was taken may be the successor
+        if gone:
             self.refused.clear()
         self._questions = {question: node for question, node in self._questions.items() if node in present}
         questioned = set(self._questions.values())
@@ -107,7 +117,10 @@ class NodeRegistry:
         self._next_greeting = next_greeting
 
     def _greet_due(self, present: set[int]) -> None:
-        """Greet the nodes that serve nobody and whose time has come."""
+        """Greet the connected nodes that serve no client and whose time of the next greeting has come.
+
+        A node that stays silent is greeted again after a pause that doubles each time.
+        """
         now = self.clock()
         serving = set(self.nodes.values())
         due = []
@@ -125,7 +138,10 @@ class NodeRegistry:
             self._next_greeting[node] = (now + pause, 2 * pause)
 
     def _enter(self, node: int, client: int, facts: NodeFacts, error: str) -> None:
-        """Admit a node that has answered, or refuse it with a reason."""
+        """Admit a node that has answered its greeting, or note why it is refused, or when it is greeted again.
+
+        `client` is the number that it claims, `facts` are those of its data, `error` is the reason why it cannot serve.
+        """
         if client == ASK_AGAIN:
             log.warning("node %d did not report its client number (%s) and is asked again", node, error)
             self._next_greeting[node] = (self.clock() + _FAILED_PAUSE, _SILENT_PAUSE)
@@ -170,6 +186,7 @@ class NodeRegistry:
         """From now on leave out nodes without images of their own; such a node does not end a run."""
 
         def rule(facts: NodeFacts) -> str:
+            """Return why a node without classes of its own is left out; "" for others."""
             if facts["classes"]:
                 return ""
             return "it has no images of its own, and the others have"
@@ -177,7 +194,7 @@ class NodeRegistry:
         self.leave_out(rule)
 
     def leave_out(self, rule: Callable[[NodeFacts], str]) -> None:
-        """From now on leave out nodes for whose facts this rule returns a reason."""
+        """From now on refuse nodes for whose facts `rule` returns a reason; this holds for admitted ones too."""
         self._rules.append(rule)
         affected = [client for client, facts in self.facts.items() if rule(facts)]
         for client in affected:

@@ -63,7 +63,7 @@ class Patience:
 
 
 class FlowerTransport:
-    """Push and pull on a Flower grid."""
+    """Sends and receives messages on a Flower grid; `FlowerEngine` and `NodeRegistry` use it."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
@@ -73,7 +73,10 @@ class FlowerTransport:
         return set(self.grid.get_node_ids())
 
     def greet(self, nodes: Sequence[int]) -> dict[str, int]:
-        """Ask these nodes for their client numbers; return which question went to which node."""
+        """Send these nodes a greeting, which asks for their client numbers.
+
+        Return the node by the greeting's message id.
+        """
         messages = [Message(pack_content({}, {"hello": True}), node, HELLO) for node in nodes]
         questions = {}
         for question, node in zip(self.push(messages), nodes, strict=True):
@@ -82,7 +85,10 @@ class FlowerTransport:
         return questions
 
     def greetings(self, questions: Iterable[str]) -> dict[str, tuple[int, Mapping[str, Any], str]]:
-        """Return the answers that have come: (client number, facts, error) by question."""
+        """Return the answers to greetings that have come: (client number, facts of its data, error) by message id.
+
+        The client number is `ASK_AGAIN` where Flower reports a failure.
+        """
         answers: dict[str, tuple[int, Mapping[str, Any], str]] = {}
         for message in self.grid.pull_messages(list(questions)):
             if message.has_error():
@@ -102,7 +108,7 @@ class FlowerTransport:
         return answers
 
     def push(self, messages: Sequence[Message]) -> list[str | None]:
-        """Send messages; return the identity of each, None for one that Flower did not accept."""
+        """Send messages and return the message id of each, None for one that Flower did not accept."""
         identities: list[str | None] = []
         if messages:
             identities += self.grid.push_messages(messages)
@@ -110,7 +116,7 @@ class FlowerTransport:
         return identities[: len(messages)] + [None] * missing
 
     def pull(self, waiting: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that have come."""
+        """Return the replies to these message ids that have come by now; does not wait."""
         return self.grid.pull_messages(list(waiting))
 
 
@@ -121,7 +127,7 @@ def failure_of(message: Message) -> str:
 
 @dataclass(frozen=True)
 class _Envelope:
-    """A request on its way to a node."""
+    """A request on its way to a node; the engine makes one for each request of an exchange."""
 
     request: Request
     node: int
@@ -133,7 +139,15 @@ class _Envelope:
 
 
 class FlowerEngine:
-    """Carry out requests on Flower nodes. `memory` holds only which step of its memory each client has."""
+    """An engine that carries out requests on Flower nodes.
+
+    Args:
+        clients: number of clients of the federation.
+        clock, sleep: replaced in tests.
+        members: returns the client whose key each node proved to have; None: nodes are believed.
+
+    `memory` holds only which step of its memory each client has: the memory itself stays at the node.
+    """
 
     def __init__(
         self,
@@ -164,18 +178,21 @@ class FlowerEngine:
         """Bytes of responses so far, without Flower's own overhead."""
 
     def gather(self) -> None:
-        """Wait for the nodes at the start of a run."""
+        """Wait until enough nodes are connected at the start of a run; raise if they do not come in time."""
         self.registry.gather(self.patience.least, self.patience.wait, self.clock, self.sleep)
 
     def open(self, run: str, tensors: Mapping[str, Tensor]) -> None:
-        """Set the edit space of later requests; every node gets it once, and again if it lost it."""
+        """Set the edit space of later requests: `tensors` from which a node rebuilds it.
+
+        Every node gets them with its next request, and again if it lost them. Nothing is sent yet.
+        """
         data = pack(Request(run, -1, 0, "open", auxiliary=tensors))
         self._opened = as_record(data)
         self._digest = hashlib.blake2b(data, digest_size=12).hexdigest()
         self._have_space = set()
 
     def exchange(self, requests: Sequence[Request]) -> list[Arrival]:
-        """Deliver the requests and return the arrivals in client order.
+        """Send the requests to the nodes and return (client, packed response or reason) in client order.
 
         Before round 0 every client is needed: a head or a mask from some of them would be another one. So the requests
         to a node that was restarted are sent again.
@@ -207,7 +224,10 @@ class FlowerEngine:
         return [arrivals[client] for client in sorted(arrivals)]
 
     def _deliver(self, requests: Sequence[Request]) -> dict[int, Arrival]:
-        """Send the requests to the nodes that are connected, and return the arrivals by client."""
+        """Send the requests to the nodes that are connected, wait, and return the arrivals by client.
+
+        A client without a node arrives with that reason.
+        """
         self.registry.refresh()
         arrivals: dict[int, Arrival] = {}
         envelopes: list[_Envelope] = []
@@ -228,7 +248,10 @@ class FlowerEngine:
         return arrivals
 
     def _wait_for(self, missing: Mapping[int, str]) -> bool:
-        """Wait until the missing clients have nodes again, as long as at the start; return whether one has."""
+        """Wait until the missing clients have nodes again, at most `patience.wait` seconds; return whether one has.
+
+        `missing` are the reasons by client, which are logged.
+        """
         for client, reason in missing.items():
             log.warning("client %d is missing before the first round: %s; waiting for its node", client, reason)
         end = self.clock() + self.patience.wait
@@ -240,13 +263,16 @@ class FlowerEngine:
                 return bool(back)
 
     def _step(self, client: int) -> int:
-        """Return the step of a client's memory; 0 if it has none."""
+        """Return the number of the step that a client's memory at its node is at; 0 if it has none."""
         if client not in self.memory:
             return 0
         return int(self.memory[client]["step"])
 
     def _collect(self, envelopes: Sequence[_Envelope], arrivals: dict[int, Arrival], done: Callable[[], None]) -> None:
-        """Send the envelopes and add arrivals until all are there or the deadline has passed."""
+        """Send the envelopes and write arrivals into `arrivals` until all are there or the time is over.
+
+        `done` is called after each arrival. Without a deadline the time is limited once half have answered (`SILENT`).
+        """
         began = self.clock()
         waiting = self._send(envelopes, arrivals)
         last_arrival = 0.0
@@ -277,7 +303,7 @@ class FlowerEngine:
         self.waited += self.clock() - began
 
     def _send(self, envelopes: Sequence[_Envelope], arrivals: dict[int, Arrival]) -> dict[str, _Envelope]:
-        """Send the envelopes and return them by identity; note in `arrivals` those that Flower did not accept."""
+        """Send the envelopes and return them by message id; note in `arrivals` those that Flower did not accept."""
         identities = self.transport.push([self._message(envelope) for envelope in envelopes])
         sent = {}
         for envelope, identity in zip(envelopes, identities, strict=True):
@@ -288,7 +314,10 @@ class FlowerEngine:
         return sent
 
     def _message(self, envelope: _Envelope) -> Message:
-        """Return the Flower message of an envelope, with the opened edit space if the node lacks it."""
+        """Return the Flower message of an envelope, with the tensors of the edit space if the node lacks them.
+
+        Count the bytes.
+        """
         arrays = {"request": envelope.content}
         self.sent += len(envelope.data)
         if self._opened is not None and envelope.node not in self._have_space:
@@ -307,7 +336,11 @@ class FlowerEngine:
         )
 
     def _read(self, message: Message, envelope: _Envelope) -> Arrival | None:
-        """Return the arrival in a reply; None if the request must be sent again with the edit space."""
+        """Return what a reply brings: (client, packed response or reason); None if the request must be sent again.
+
+        That is so if the node lacks the edit space. The client's step of memory is noted; the caller validates the
+        response.
+        """
         client = envelope.request.client
         if message.has_error():
             if message.error.code in _EXPIRED and self.patience.deadline is not None:

@@ -1,8 +1,8 @@
 """fedgraft's messages as Flower messages: a flat byte string in one array, and a few plain settings beside it.
 
 Flower pays per array, so a request or a response is one array of bytes, whatever it holds; only the opened edit space
-travels as a second one, once per node. Everything that arrives is untrusted: `unpack_content` returns only values of
-the right type and never raises.
+(the tensors from which a node rebuilds the run's edit space) travels as a second one, once per node. Everything that
+arrives is untrusted: `unpack_content` returns only values of the right type and never raises.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def text_setting(settings: Mapping[str, Any], name: str) -> str:
 
 
 def printable(sentence: str) -> str:
-    """Return an untrusted text without control characters, which could move a cursor or begin a new line."""
+    """Return at most 500 characters of an untrusted text with control characters replaced by spaces.
+
+    Control characters could move a cursor or begin a new line in a log.
+    """
     letters = []
     for letter in sentence[:500]:
         if letter.isprintable():

@@ -60,13 +60,16 @@ def payload_digest(data: Data) -> str:
 
 @dataclass
 class ClientProgress:
-    """What a client stores between stages; plain enough for a node's memory."""
+    """What a client stores between the stages of one secure sum, as plain values; `SecureClient.state` writes it."""
 
     stage: int = 0
     """Index of the next stage; -1 after a refusal."""
     box_key: str = ""
+    """Private key with which share boxes are closed and opened, in hexadecimal digits as the next two."""
     mask_key: str = ""
+    """Private key from which the masks shared with neighbours follow."""
     seed: str = ""
+    """Seed of the mask of its own."""
     drawn: list[int] = field(default_factory=list)
     """Holders of the own shares; empty: all others."""
     adverts: dict[str, str] = field(default_factory=dict)
@@ -86,7 +89,11 @@ class ClientProgress:
 
 
 class SecureClient:
-    """One client in one sum. `entropy` gives key material; the default is the operating system's."""
+    """One client in one secure sum. `entropy` gives key material; the default is the operating system's.
+
+    `identity` is the client's long-term key and memory, which changes with every sum. `run_fingerprint` is compared
+    among all clients of the sum.
+    """
 
     def __init__(
         self,
@@ -124,7 +131,11 @@ class SecureClient:
         return resumed
 
     def answer(self, stage: str, data: Data, words: Callable[[], np.ndarray] | None = None) -> dict[str, Tensor]:
-        """Return the answer to a stage; `words` gives the encoded input when it is time to mask it."""
+        """Return the client's tensors for a stage; raise `SecureRefusal` for what an honest server would not send.
+
+        `data` is the server's payload; `words` returns the client's encoded input and is called at the stage "masked".
+        A payload that was answered before gets the same answer.
+        """
         if stage not in STAGES:
             raise SecureRefusal(f"a secure sum has no stage {stage[:40]!r}", check="stage")
         if stage == "masked" and words is None:
@@ -152,7 +163,11 @@ class SecureClient:
         return answer
 
     def _repeat_answer(self, stage: str, digest: str, words: Callable[[], np.ndarray] | None) -> dict[str, Tensor]:
-        """Return the answer that was sent for this very payload; refuse any other payload."""
+        """Return the answer that was sent for this very payload (`digest`); refuse any other payload.
+
+        The answer of the stage "masked" is made anew from `words`, because it is as long as the model; another input is
+        refused.
+        """
         answered_digest, answer_digest, stored = self.progress.answered[stage]
         if answered_digest != digest:
             raise SecureRefusal(
@@ -169,7 +184,7 @@ class SecureClient:
         return answer
 
     def keys(self, data: Data) -> dict[str, Tensor]:
-        """Draw this sum's keys and publish them, signed."""
+        """Draw this sum's keys and holders, store them, and return the signed advert of the public keys."""
         with self._turn("keys"):
             self.identity.serve(self.plan)
             drawn = self.plan.draw(self.client, self.entropy)
@@ -207,7 +222,7 @@ class SecureClient:
             return {"boxes": as_tensor(boxes), "commitment": as_tensor(crypto.commitment(seed))}
 
     def _read_adverts(self, data: Data) -> None:
-        """Check and store the adverts of the neighbours, and whose shares this client will hold."""
+        """Check and store the neighbours' adverts in the server's payload, and whose shares this client will hold."""
         neighbours = self._read_ids(data, "ids", set(self.plan.clients) - {self.client})
         adverts = self._read_rows(data, "adverts", len(neighbours), ADVERT_BYTES)
         self._need(set(neighbours))
@@ -228,11 +243,14 @@ class SecureClient:
         return [other for other in neighbours if self.plan.holds(self.progress.drawn, self.client, other)]
 
     def masked(self, data: Data, words: np.ndarray) -> dict[str, Tensor]:
-        """Open the boxes of those that go on, and return the input under one mask per pair and one of its own."""
+        """Open the share boxes of those that go on, and return the input under one mask per pair and one of its own.
+
+        `words` is the encoded input, uint32 (ring length,).
+        """
         with self._turn("masked"):
             neighbours = self._read_ids(data, "ids", self._neighbours())
-            held = set(self.progress.owners)
-            owners = [neighbour for neighbour in neighbours if neighbour in held]
+            share_owners = set(self.progress.owners)
+            owners = [neighbour for neighbour in neighbours if neighbour in share_owners]
             boxes = self._read_rows(data, "boxes", len(owners), BOX_BYTES)
             self._need(set(neighbours))
             if words.dtype != np.uint32 or words.shape != (self.plan.ring.length,):
@@ -261,7 +279,7 @@ class SecureClient:
         return {"masked": torch.from_numpy(masked)}
 
     def consistency(self, data: Data) -> dict[str, Tensor]:
-        """Check the lists of who shared and who survived, and sign them."""
+        """Check and store the server's lists of who shared keys and who survived; return the signature of both."""
         with self._turn("consistency"):
             shared = self._read_ids(data, "shared", set(self.plan.clients))
             alive = self._read_ids(data, "alive", set(shared))
@@ -278,7 +296,10 @@ class SecureClient:
             return {"signature": as_tensor(crypto.sign(self.identity.private, self._lists()))}
 
     def unmask(self, data: Data) -> dict[str, Tensor]:
-        """Return seed shares of survivors and key shares of lost clients, once enough neighbours signed the lists."""
+        """Return seed shares of survivors and key shares of lost clients, once enough neighbours signed the same lists.
+
+        The shares are forgotten afterwards.
+        """
         with self._turn("unmask"):
             alive = set(self.progress.alive)
             signers = self._read_ids(data, "ids", alive & self._neighbours())
@@ -304,7 +325,7 @@ class SecureClient:
 
     @contextmanager
     def _turn(self, stage: str) -> Iterator[None]:
-        """Enforce the order of stages, each once; a client that refuses in one is out of the later ones."""
+        """Enforce the order of stages, each once; a client that refuses inside the block is out of the later ones."""
         if self.progress.stage != STAGES.index(stage):
             raise SecureRefusal(
                 f"the stage {stage!r} of this secure sum was asked for out of turn or twice", check="turn", stage=stage
@@ -325,7 +346,7 @@ class SecureClient:
             )
 
     def _read_draws(self, data: Data, neighbours: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the holders that each of these clients drew."""
+        """Return the holders that each of these neighbours drew, from the tensor `drawn` of the payload."""
         tensor = data.get("drawn")
         shape = (len(neighbours), self.plan.draws)
         if tensor is None or tensor.dtype != torch.int64 or tuple(tensor.shape) != shape:
@@ -333,7 +354,10 @@ class SecureClient:
         return [tuple(row) for row in tensor.tolist()]
 
     def _read_ids(self, data: Data, name: str, allowed: set[int]) -> list[int]:
-        """Return a sorted list of different ids, all of them allowed."""
+        """Return the sorted client ids in the tensor `name` of the payload.
+
+        Refuse repeated ones and those not allowed.
+        """
         tensor = data.get(name)
         if tensor is None or tensor.dtype != torch.int64 or tensor.dim() != 1:
             raise _malformed(name, "list")
@@ -347,7 +371,7 @@ class SecureClient:
         return list(ids)
 
     def _read_rows(self, data: Data, name: str, count: int, width: int) -> list[bytes]:
-        """Return the rows of a table of bytes."""
+        """Return the tensor `name` of the payload as `count` rows of `width` bytes; refuse another shape."""
         tensor = data.get(name)
         if tensor is None or tensor.dtype != torch.uint8 or tuple(tensor.shape) != (count, width):
             raise _malformed(name, "table")
@@ -382,7 +406,7 @@ class SecureClient:
 
 
 def _malformed(name: str, kind: str) -> SecureRefusal:
-    """Return the refusal of a payload whose tensor is missing or of another type or shape."""
+    """Return the refusal of a payload whose tensor `name` is missing or malformed; `kind` is "list" or "table"."""
     sentence = f"the {kind} {name!r} of the secure sum is missing or malformed"
     return SecureRefusal(sentence, check="malformed", name=name)
 

@@ -34,7 +34,7 @@ _CHUNK = 1 << 18  # bytes of keystream at a time: stays in cache
 class SecureRefusal(Refused):
     """A client leaves a secure sum because an honest server would not have sent this message.
 
-    The field `check` names what failed.
+    The field `check` names what failed; `rule` is the public name of the broken rule.
     """
 
     def __init__(self, sentence: str, rule: str = "secure sum", **fields: Any) -> None:
@@ -54,6 +54,8 @@ def _crypto() -> Any:
         raise MissingExtra("cryptography", "secure", "the secure sum") from error
 
     class Library:
+        """The classes of `cryptography` under short names."""
+
         Cipher = ciphers.Cipher
         AES = algorithms.AES
         CTR = modes.CTR
@@ -85,6 +87,7 @@ def agreement(private: bytes) -> Agree:
     own_key = library.Private.from_private_bytes(private)
 
     def agree(public: bytes, purpose: bytes) -> bytes:
+        """Return the key that both share for this purpose; refuse an unusable public key."""
         try:
             shared_secret = own_key.exchange(library.Public.from_public_bytes(public))
             return derive_key(shared_secret, purpose)
@@ -102,7 +105,7 @@ def derive_key(secret: bytes, purpose: bytes) -> bytes:
 
 
 def add_keystream(words: Words, key: bytes, sign: int = 1) -> None:
-    """Add (or subtract) the mask of a key to words, in place, modulo 2^32."""
+    """Add the mask of a key to the words, in place, modulo 2^32; subtract it if `sign` is negative."""
     library = _crypto()
     stream = library.Cipher(library.AES(key), library.CTR(bytes(16))).encryptor()
     zeros = bytes(_CHUNK)
@@ -190,7 +193,7 @@ class Identity:
         return bytes(_crypto().Signer.from_private_bytes(self.private).public_key().public_bytes_raw())
 
     def recognise(self, client: int, public: bytes) -> None:
-        """Pin a key seen for the first time; refuse another one later."""
+        """Pin a client's public key when it is seen for the first time; refuse another key later."""
         if self.closed and client not in self.known:
             raise SecureRefusal(
                 f"client {client} is not among the registered clients of the secure sum",
@@ -203,11 +206,12 @@ class Identity:
             )
 
     def serve(self, plan: Plan) -> None:
-        """Record a sum; refuse one that is not after the last of its series, or the same under another number.
+        """Record that this client takes part in the planned sum; refuse a sum that it must not serve.
 
-        Two sums of one round over different clients would give away the difference, and so would two sums outside the
-        rounds (a Gram matrix is the same every time). A resumed run sends the same request and gets the same answer
-        (`SecureClient`); it never begins a sum a second time.
+        That is one not after the last of its series, or outside the rounds the same request under another number or
+        with new clients. Two sums of one round over different clients would give away the difference, and so would two
+        sums outside the rounds (a Gram matrix is the same every time). A resumed run sends the same request and gets
+        the same answer (`SecureClient`); it never begins a sum a second time.
         """
         run = plan.run
         number = plan.round

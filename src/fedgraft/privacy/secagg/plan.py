@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """Number of shares that open a secret."""
+        """Number of a client's shares from which its secret can be rebuilt."""
         if self.threshold is None:
             return self.holders * 2 // 3 + 1
         return self.threshold
@@ -112,7 +112,10 @@ class Plan:
         return self.holders - 1
 
     def draw(self, client: int, entropy: Callable[[int], bytes]) -> tuple[int, ...]:
-        """Return the holders that a client draws for itself, sorted; none in the complete graph."""
+        """Return the clients that will hold this client's shares, which it draws for itself, sorted.
+
+        `entropy(n)` returns n random bytes. () in the complete graph, where all others hold its shares.
+        """
         others = [other for other in self.clients if other != client]
         drawn: list[int] = []
         for _ in range(self.draws):  # 128 bits over at most 2^20: the remainder is even to 2^-108
@@ -126,7 +129,7 @@ class Plan:
         return is_sorted_set and client not in drawn and set(drawn) <= self.places.keys()
 
     def holds(self, drawn: Collection[int], owner: int, other: int) -> bool:
-        """Return whether `other` holds shares of `owner`, who drew these holders."""
+        """Return whether `other` holds shares of `owner`, who drew the holders `drawn`."""
         return other != owner and (not self.draws or other in drawn)
 
     @cached_property
@@ -147,7 +150,7 @@ class Plan:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def bound(self, purpose: str, *who: int | str) -> bytes:
-        """Return context bytes that bind a key, box or signature to this plan."""
+        """Return context bytes that bind a key, box or signature to this plan, a purpose and the clients in `who`."""
         return context(self.run, self.round, self.digest, purpose, *who)
 
     def enough(self, client: int, drawn: Iterable[int], present: set[int]) -> bool:
@@ -178,7 +181,10 @@ class Plan:
 
 @lru_cache(maxsize=4)
 def _parse_plan(data: bytes, most: int) -> Plan:
-    """Return the plan in these bytes. Cached: a plan is read at every stage, in a simulation by every client."""
+    """Return the plan in these untrusted bytes; raise if it is malformed or has more than `most` clients.
+
+    Cached: a plan is read at every stage, in a simulation by every client.
+    """
     try:
         plain = json.loads(data)
         if len(plain["clients"]) > most:

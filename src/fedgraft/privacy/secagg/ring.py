@@ -134,7 +134,10 @@ class Ring:
         return names
 
     def encode(self, values: Mapping[str, Tensor], generator: torch.Generator) -> Words:
-        """Return float vectors as words, two's complement; refuse non-finite values and other shapes."""
+        """Return float vectors by segment as words, two's complement; refuse non-finite values and other shapes.
+
+        `generator` draws the stochastic rounding.
+        """
         expected = [segment.name for segment in self.segments]
         if set(values) != set(expected):
             raise Unfit(
@@ -177,7 +180,10 @@ class Ring:
         return decoded
 
     def _write_digits(self, x: Tensor, segment: Segment, planes: np.ndarray) -> None:
-        """Write the digits of x (n,), lowest first, into planes (words, n). Every operation is exact in float64."""
+        """Write the digits of x (n,), lowest first, into `planes` (words, n), in place.
+
+        Numbers over the segment's limit are refused. Every operation is exact in float64.
+        """
         assert segment.step is not None
         if bool((x.abs() > segment.limit).any()):
             raise Unfit(

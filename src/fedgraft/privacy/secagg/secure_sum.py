@@ -109,7 +109,11 @@ def weighted_input(
     scalars: Mapping[str, float] | None = None,
     tail: int = 0,
 ) -> dict[str, Tensor]:
-    """Return one client's summand for `weighted_segments`; the weight must lie in [0, 1]."""
+    """Return one client's summand for `weighted_segments`, by segment; the weight must lie in [0, 1].
+
+    `sums` are unweighted vectors, `scalars` are weighted; the last `tail` coordinates of the update form a segment of
+    their own.
+    """
     if not 0 <= weight <= 1:
         raise FedgraftError(
             "E-PRIVACY-SUM-WEIGHT", f"a weight inside a secure sum lies in [0, 1], not {weight}", weight=weight
@@ -127,7 +131,10 @@ def weighted_input(
 
 
 def mean_of_sum(result: SumResult) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
-    """Return (mean update float32, unweighted sums float32, mean scalars) of the survivors."""
+    """Return (mean update float32, unweighted sums float32, mean scalars) of the survivors of a training sum.
+
+    Raises `SecureAbort` if the weights add up to zero.
+    """
     weight = float(result.sums["weight"])
     if weight <= 0:
         raise SecureAbort("E-PRIVACY-SUM-NO-WEIGHT", "the weights of the secure sum add up to nothing")
@@ -159,9 +166,15 @@ def sum_in_process(
     identities: Mapping[int, Identity] | None = None,
     drop_at: Mapping[str, Collection[int]] | None = None,
 ) -> SumResult:
-    """Run the whole protocol in this process; `drop_at` names the clients that fall silent from a stage on.
+    """Run the whole protocol in this process and return the sum over the surviving clients.
 
-    Keys come from the operating system. They cancel exactly, so the sum depends on `seed` (the rounding) alone.
+    Args:
+        inputs: vectors by client and segment.
+        seed: of the rounding.
+        identities: long-term keys by client; None: fresh ones.
+        drop_at: clients that fall silent from a stage on, by stage.
+
+    Keys come from the operating system. They cancel exactly, so the sum depends on `seed` alone.
     """
     secure_clients = {}
     for client in plan.clients:
@@ -170,6 +183,7 @@ def sum_in_process(
     silent: set[int] = set()
 
     def exchange(stage: str, outbox: Outbox) -> dict[int, Data]:
+        """Return the answers of the clients that are not silent to one stage."""
         if drop_at is not None:
             silent.update(drop_at.get(stage, ()))
         answers: dict[int, Data] = {}

@@ -34,7 +34,7 @@ TensorFields = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class SumResult:
-    """The sum over the survivors."""
+    """The result of a secure sum, over the clients that survived it."""
 
     sums: Mapping[str, Tensor]
     """float64 by segment."""
@@ -46,7 +46,10 @@ class SumResult:
 
 
 class SecureServer:
-    """The server in one sum. Feed it the answers of each stage with `take`, or call the stages by name."""
+    """The server in one secure sum. Feed it the answers of each stage with `take`, or call the stages by name.
+
+    `known` are the clients' identity keys of earlier sums; new ones are written into it.
+    """
 
     def __init__(self, plan: Plan, known: dict[int, bytes] | None = None) -> None:
         self.plan = plan
@@ -101,7 +104,10 @@ class SecureServer:
     # ---- keys
 
     def keys(self, answers: Mapping[int, Data]) -> Outbox:
-        """Route the public keys, and who drew whom, along the ties."""
+        """Check the adverts and return them, and who drew whom, for the clients that are tied to each other.
+
+        Clients with a bad advert are lost; with too few left it raises `SecureAbort`.
+        """
         fields: TensorFields = {
             "advert": (torch.uint8, (ADVERT_BYTES,)),
             "drawn": (torch.int64, (self.plan.draws,)),
@@ -131,7 +137,11 @@ class SecureServer:
         return outbox
 
     def _advert_problem(self, client: int, advert: bytes, drawn: tuple[int, ...], fingerprints: Counter[bytes]) -> str:
-        """Return why an advert cannot be routed; empty: it can."""
+        """Return why an advert cannot be passed on to peers; "" if it can.
+
+        `drawn` are the holders that the client says it drew, `fingerprints` count the run fingerprints of all adverts.
+        A first identity is pinned.
+        """
         identity = part_of(advert, "identity")
         if not genuine(self.plan, client, advert, drawn):
             return "its keys are not signed by it, or it drew holders that it cannot have"
@@ -161,7 +171,10 @@ class SecureServer:
     # ---- shares
 
     def shares(self, answers: Mapping[int, Data]) -> Outbox:
-        """Route the sealed boxes; a client with too few holders left is out before any mask depends on it."""
+        """Pass the sealed share boxes on to their receivers; drop clients with too few holders left.
+
+        This happens before any mask depends on them.
+        """
         boxes_by_sender: dict[int, dict[int, bytes]] = {}
         for client in sorted(self.adverts):
             receivers = [neighbour for neighbour in self.ties[client] if self._holds(client, neighbour)]
@@ -187,7 +200,7 @@ class SecureServer:
         return outbox
 
     def _drop_without_holders(self, boxes_by_sender: dict[int, dict[int, bytes]]) -> None:
-        """Remove clients with too few holders among those left, until nobody else loses a holder by it."""
+        """Remove clients with too few holders among those left, in place, until nobody else loses a holder by it."""
         while True:
             present = set(boxes_by_sender)
             too_few = [client for client in present if not self.plan.enough(client, self.drawn[client], present)]
@@ -200,7 +213,10 @@ class SecureServer:
     # ---- masked
 
     def masked(self, answers: Iterable[tuple[int, Data]]) -> Outbox:
-        """Add each masked input to the sum when it comes and store none; from here on the survivors are fixed."""
+        """Add each masked input to the sum when it comes and store none; return the lists of clients to sign.
+
+        From here on the survivors are fixed.
+        """
         fields: TensorFields = {"masked": (torch.uint32, (self.plan.ring.length,))}
         awaited = set(self.shared)
         for client, data in answers:
@@ -216,7 +232,7 @@ class SecureServer:
     # ---- consistency
 
     def consistency(self, answers: Mapping[int, Data]) -> Outbox:
-        """Route the signatures of the lists."""
+        """Check the signatures of the lists and return to each signer those of its neighbours."""
         fields: TensorFields = {"signature": (torch.uint8, (SIGNATURE_BYTES,))}
         signatures: dict[int, bytes] = {}
         for client, data in self._well_formed("consistency", answers, self.alive, fields):
@@ -236,7 +252,10 @@ class SecureServer:
     # ---- unmask
 
     def unmask(self, answers: Mapping[int, Data]) -> Outbox:
-        """Rebuild the survivors' seeds and the lost ones' mask keys, remove their masks, and decode the sum."""
+        """Rebuild the survivors' seeds and the lost clients' mask keys, remove their masks, and decode the sum.
+
+        The sum is in `result`; too few or wrong shares raise `SecureAbort`.
+        """
         held: dict[int, dict[int, bytes]] = {owner: {} for owner in self.shared}  # owner -> point of holder -> share
         for holder in self.alive:
             owners = sorted([holder, *self.boxes[holder]])
@@ -262,12 +281,15 @@ class SecureServer:
         return {}
 
     def _take_off_self(self, survivor: int, shares: Mapping[int, bytes]) -> None:
-        """Subtract a survivor's own mask from the sum."""
+        """Subtract a survivor's own mask from the sum, in place; `shares` of its seed are by point of the holder."""
         seed = self._rebuild(survivor, shares, lambda secret: crypto.commitment(secret) == self.commitments[survivor])
         crypto.add_keystream(self.total, self_key(self.plan, survivor, seed), -1)
 
     def _take_off_pairs(self, lost: int, shares: Mapping[int, bytes]) -> None:
-        """Remove the masks that survivors share with a lost client from the sum."""
+        """Remove the masks that survivors share with a lost client from the sum, in place.
+
+        `shares` of its mask key are by point of the holder.
+        """
         public = part_of(self.adverts[lost], "mask")
         mask_key = self._rebuild(lost, shares, lambda secret: crypto.public_key(secret) == public)
         agree = crypto.agreement(mask_key)
@@ -280,7 +302,10 @@ class SecureServer:
                 crypto.add_keystream(self.total, key, sign)
 
     def _rebuild(self, owner: int, shares: Mapping[int, bytes], genuine: Callable[[bytes], bool]) -> bytes:
-        """Return a client's secret from its shares; abort if they do not give the one it committed to."""
+        """Return a client's secret from its shares; raise `SecureAbort` if they do not give a genuine one.
+
+        `genuine` returns whether a secret is the one that the client committed to.
+        """
         try:
             return shamir.recover(shares, self.plan.needed, genuine)
         except shamir.WrongShares as error:
