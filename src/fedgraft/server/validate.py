@@ -112,7 +112,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A response that was dropped: whose, and why."""
+    """A response that was dropped, or that never came: whose, and why."""
 
     client: int
     """The sender; -1 when the transport does not know it and the response does not say."""
