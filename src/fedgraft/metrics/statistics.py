@@ -149,9 +149,7 @@ def rounds_to(rounds: Sequence[int], accuracy: Sequence[float], target: float) -
 def bytes_to(lines: Sequence[Mapping[str, Any]], target: float) -> int | None:
     """Return the bytes sent up and down until a run first reaches the validation accuracy `target`.
 
-    None if it never does.
-
-    `lines` are the lines of its metrics.jsonl.
+    None if it never does. `lines` are the lines of its metrics.jsonl.
     """
     sent = 0
     for line in lines:
