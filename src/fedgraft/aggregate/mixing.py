@@ -68,6 +68,7 @@ def blender(mixing: Tensor) -> Callable[[Tensor], Tensor]:
     if len(distinct) <= GROUPS:
 
         def sum_in_order(pieces: Tensor) -> Tensor:
+            """Return the mixed rows of a piece, each distinct row of W summed in client order."""
             sums = torch.stack([accumulate(pieces, row).to(torch.float32) for row in distinct])
             return sums[row_of_client]
 

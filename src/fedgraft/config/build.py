@@ -96,9 +96,8 @@ def per_round(config: Config) -> int:
 def build_federation(config: Config, lr: float, **fields: Any) -> Federation:
     """Return who takes part, how often, and the learning rate over rounds.
 
-    `lr` is the rate that the schedule starts from.
-
-    `fields` are those of `Federation` that do not follow from the config alone.
+    `lr` is the rate that the schedule starts from. `fields` are those of `Federation` that do not follow from the
+    config alone.
     """
     rounds = config.rounds
     from_config: dict[str, Any] = {

@@ -135,9 +135,8 @@ class AttackPlan:
     def _config(self, partition: str, rule: str, seed: int) -> Config:
         """Return the config of one run.
 
-        It says how many attackers the rule should expect in a cohort, not who they are.
-
-        `partition` is `kind` or `kind:number`, `rule` a name of `RULES`.
+        It says how many attackers the rule should expect in a cohort, not who they are. `partition` is `kind` or
+        `kind:number`, `rule` a name of `RULES`.
         """
         clients = self.config.partition.clients
         attackers = len(choose_attackers(clients, self.share, seed))

@@ -211,7 +211,10 @@ def _flops(work: Callable[[], object]) -> float:
 
 
 def draw(profile: Profile, path: Path) -> Path:
-    """Draw seconds by phase and milliseconds by layer, each beside the least time."""
+    """Write bar charts of milliseconds by layer to `path` and of seconds by phase beside it; return `path`.
+
+    Each measured time stands beside the least time by the roofline.
+    """
     phases = {}
     least = {}
     for row in profile.phases:

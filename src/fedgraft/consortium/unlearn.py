@@ -192,9 +192,7 @@ def subtract(replay: Replay, source: Path, progress: Progress | None = None, con
 def _distance(replay: Replay, source: Path, vector: Tensor, before: Tensor) -> dict[str, Any]:
     """Return the L2 distances of the approximate and of the original model from the exact replay.
 
-    None if that is missing.
-
-    `vector` is the approximate model, `before` the original one, `source` the run's folder.
+    None if that is missing. `vector` is the approximate model, `before` the original one, `source` the run's folder.
     """
     unknown = {"distance": None, "of_the_run": None}
     exact = exact_folder(source, replay)

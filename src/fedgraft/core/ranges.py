@@ -56,9 +56,8 @@ def check_ranges(options: Any, label: str) -> None:
 def validated_numbers(label: str, owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return those values that are numbers or choices by the annotations of `owner`, converted.
 
-    Refuse the first bad one.
-
-    `owner` is a function or dataclass, `values` are its arguments or fields by name; `label` names it in errors.
+    Refuse the first bad one. `owner` is a function or dataclass, `values` are its arguments or fields by name; `label`
+    names it in errors.
     """
     numbers = {}
     for name, hint in _number_hints(owner).items():

@@ -42,7 +42,10 @@ def response_limit(parameters: int, width: int, classes: int) -> int:
 
 
 def publish_response_limit(limit: int) -> None:
-    """Tell the server's port how large responses may be, and let this process build no larger ones."""
+    """Write the limit for the bytes of a response to a file that the server's port reads.
+
+    Build no larger arrays here.
+    """
     bound_arrays(limit)
     home = os.environ.get("FLWR_HOME")
     if home:

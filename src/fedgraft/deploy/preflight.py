@@ -260,9 +260,7 @@ _IMAGE_FACT_LENGTHS = {"width": 3, "height": 3, "intensity": 2, "colours": 3}  #
 def _validate_answer(data: bytes, kind: str) -> dict[str, Any]:
     """Return a node's answer if it has the form that fedgraft sends.
 
-    Raise on any other, because a node may send anything.
-
-    `kind` is the expected form, "key" or "facts".
+    Raise on any other, because a node may send anything. `kind` is the expected form, "key" or "facts".
     """
     answer = json.loads(data)
     if kind == "key":

@@ -102,7 +102,10 @@ class Calibration:
 
 @contextmanager
 def softened(weights: Mapping[str, Tensor], alive: Mapping[str, Tensor], soft: float) -> Iterator[None]:
-    """Multiply the coordinates that are not alive by `soft`, in place; all bits are restored on exit."""
+    """Multiply the coordinates that are False in `alive` by `soft` inside the block, in place; then restore all bits.
+
+    `weights` are the live tensors by name, `alive` the masks of those that may change.
+    """
     saved = {name: weights[name].detach().clone() for name in alive}
     try:
         for name, mask in alive.items():

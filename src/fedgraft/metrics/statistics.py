@@ -92,7 +92,10 @@ def gap_cells(name: str, gap: Difference | None) -> dict[str, str]:
 
 
 def paired(base: Sequence[float], others: Mapping[str, Sequence[float]]) -> list[Difference]:
-    """Return each series minus the base, seed by seed, with p-values of paired t-tests and Holm's correction."""
+    """Return each series minus the base, seed by seed, with p-values of paired t-tests and Holm's correction.
+
+    `base` and the series of `others` (by name) have one value for each seed, in the same order.
+    """
     differences = []
     for name, values in others.items():
         if len(values) != len(base):
@@ -146,9 +149,7 @@ def rounds_to(rounds: Sequence[int], accuracy: Sequence[float], target: float) -
 def bytes_to(lines: Sequence[Mapping[str, Any]], target: float) -> int | None:
     """Return the bytes sent up and down until a run first reaches the validation accuracy `target`.
 
-    None if it never does.
-
-    `lines` are the lines of its metrics.jsonl.
+    None if it never does. `lines` are the lines of its metrics.jsonl.
     """
     sent = 0
     for line in lines:

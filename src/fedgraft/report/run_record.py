@@ -29,7 +29,7 @@ NOW_FILE = "now.json"
 
 @dataclass(frozen=True)
 class RunInfo:
-    """One row of `fedgraft list`."""
+    """Status and results of one run, as a row of `fedgraft list`; `describe_run` makes it."""
 
     name: str
     path: Path

@@ -207,7 +207,7 @@ def _round(path: Path) -> int:
 
 
 def _ranked(paths: Iterable[Path]) -> list[Path]:
-    """Return those with a score, the largest first, the earliest round among equals."""
+    """Return those of these checkpoints that have a score, the largest first, the earliest round among equals."""
     ranks: dict[Path, float] = {}
     for path in paths:
         score = _stored_score(path)

@@ -146,9 +146,7 @@ class RunFolder(RunRecord):
     def resume(self, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
         """Return the newest good checkpoint, and cut the metrics in the folder back to its round.
 
-        None: from the beginning.
-
-        `check` may refuse a checkpoint with `BadCheckpoint`.
+        None: from the beginning. `check` may refuse a checkpoint with `BadCheckpoint`.
         """
         from fedgraft.runs import checkpoint
 

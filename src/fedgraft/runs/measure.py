@@ -75,7 +75,7 @@ class Measure:
 
     @property
     def example_counts(self) -> ExampleCounts:
-        """What clients claimed of themselves so far."""
+        """The numbers of images that clients claimed so far."""
         return self.opened.server_context.example_counts
 
     def score(self, measurement: Measurement) -> float:
@@ -110,7 +110,12 @@ class Measure:
         return summary
 
     def served(self, state: ServerState, best: Tensor) -> dict[str, Any]:
-        """Return how each client is served: where the config asks for it, with metrics unless sums are secure."""
+        """Let every client measure its model on its own test images, where the config or its metrics ask for that.
+
+        Return the entries of summary.json: `personal`, mean and spread of their accuracies, and `clients`, each one's
+        metrics; {} where clients are not asked. `best` is the delivered model. Under secure aggregation metrics alone
+        are no reason to ask.
+        """
         algorithm = self.setup.algorithm
         config = self.setup.config
         is_requested = config.personal.evaluate != "never"

@@ -180,7 +180,7 @@ class TrackerCallback(Callback):
         self.finish({})
 
     def start(self, config: Mapping[str, Any], name: str, after: int = 0) -> None:
-        """Start the tracker, or raise one error for people."""
+        """Start the tracker, after round `after` of a resumed run; raise one `FedgraftError` if it cannot start."""
         try:
             self.tracker.start(config, name, after)
         except FedgraftError:

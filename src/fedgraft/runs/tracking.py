@@ -29,7 +29,7 @@ class Progress(Protocol):
 
     @property
     def look(self) -> Watcher | None:
-        """Shows the open phases; None if nothing is displayed."""
+        """The watcher that draws the phases under way; None if nothing is displayed."""
         ...
 
     def start(self, total: int, done: int, text: str) -> None: ...

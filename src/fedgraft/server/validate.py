@@ -112,7 +112,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A response that was dropped: whose, and why."""
+    """A response that was dropped, or that never came: whose, and why."""
 
     client: int
     """The sender; -1 when the transport does not know it and the response does not say."""
@@ -163,9 +163,8 @@ def _client_of(sender: int | None, response: Response | bytes) -> int:
 def _validate(sender: int | None, response: Response | bytes, expected: Expectation) -> Accepted:
     """Return the response with its update decoded.
 
-    Raise `InvalidResponse`, `BadMessage` or `BadPayload` if it is wrong.
-
-    `sender` is the client the response came from by the word of the transport; None: unknown.
+    Raise `InvalidResponse`, `BadMessage` or `BadPayload` if it is wrong. `sender` is the client the response came from
+    by the word of the transport; None: unknown.
     """
     if not isinstance(response, Response | bytes | bytearray | memoryview):
         raise InvalidResponse("is no message at all")

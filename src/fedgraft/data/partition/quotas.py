@@ -154,10 +154,8 @@ def _flow(
 ) -> np.ndarray | None:
     """Return whole counts by edge between `low` and `low + room`, by a maximum flow class -> client.
 
-    None if there are none.
-
-    Nodes: source, sink, a pool for the odd rows, classes, clients. A client's last row, the one that makes it larger
-    than the smallest, comes through the pool, whose capacity is the number of such rows.
+    None if there are none. Nodes: source, sink, a pool for the odd rows, classes, clients. A client's last row, the one
+    that makes it larger than the smallest, comes through the pool, whose capacity is the number of such rows.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import maximum_flow

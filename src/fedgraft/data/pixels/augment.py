@@ -68,7 +68,10 @@ def draw_boxes(count: int, height: int, width: int, generator: Generator) -> tup
 
 
 def bicubic_weights(start: Tensor, length: Tensor, source: int, target: int) -> Tensor:
-    """Return antialiased bicubic weights (B, target, source) that resize [start, start + length) to `target` pixels."""
+    """Return antialiased bicubic weights (B, target, source) that resize [start, start + length) to `target` pixels.
+
+    `start` and `length` (B,) are the box of each image along one side, of `source` pixels.
+    """
     scale = (length / target).view(-1, 1, 1)
     centre = start.view(-1, 1, 1) + (torch.arange(target).view(1, -1, 1) + 0.5) * scale
     pixel = torch.arange(source).view(1, 1, -1)

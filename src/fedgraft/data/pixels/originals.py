@@ -224,9 +224,10 @@ def _read_row_group(path: Path, index: int, count: int, column: str) -> list[byt
 
 
 def parquet_cells(file: Any, columns: list[str], path: Path, groups: list[int] | None = None) -> dict[str, list[Any]]:
-    """Return the cells of these columns, of all row groups or of these.
+    """Return the cells of these columns by name, from the row groups in `groups` (None: all) of an open parquet file.
 
-    They are read a few rows at a time and counted, since a file of kilobytes may repeat one value a million times.
+    They are read a few rows at a time and counted, since a file of kilobytes may repeat one value a million times;
+    `path` names the file in the error.
     """
     batch_rows = 16 if groups else 4096
     cells: dict[str, list[Any]] = {name: [] for name in columns}

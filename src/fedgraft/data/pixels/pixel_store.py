@@ -81,9 +81,7 @@ def pixels_digest(images: np.ndarray) -> str:
 def open_pixels(originals: Originals, rule: PixelRule, cache: Path) -> Pixels:
     """Return the pixels of these originals under this rule from the cache folder.
 
-    Make and store them if they are missing.
-
-    Unreadable images become black and are listed in the result.
+    Make and store them if they are missing. Unreadable images become black and are listed in the result.
     """
     if not originals.count:
         raise FedgraftError(

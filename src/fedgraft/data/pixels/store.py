@@ -199,7 +199,7 @@ def _check_labels(labels: np.ndarray, count: int, classes: tuple[str, ...]) -> N
 
 
 def content_digest(images: np.ndarray, labels: np.ndarray, classes: tuple[str, ...]) -> str:
-    """Return the digest of a store's content, read in chunks."""
+    """Return the digest of images (or features), labels and class names; the images are read in chunks."""
     hasher = hashlib.blake2b(digest_size=16)
     hasher.update(json.dumps([list(images.shape), list(classes)]).encode())
     hasher.update(np.ascontiguousarray(labels, dtype="<i8").tobytes())

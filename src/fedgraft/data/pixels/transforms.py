@@ -125,7 +125,7 @@ class Transform:
         return pixels.permute(0, 3, 1, 2).float().div_(255)  # (B, 3, S, S)
 
     def _augment(self, name: str, images: Tensor, generator: Generator) -> Tensor:
-        """Apply one training operation."""
+        """Return the images (B, 3, S, S) after the training operation of this name, with draws from the generator."""
         if name == "flip":
             return flip(images, draw_flips(len(images), generator))
         if name == "resized_crop":

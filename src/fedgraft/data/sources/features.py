@@ -103,7 +103,10 @@ def make_feature_store(features: np.ndarray, labels: np.ndarray, classes: Iterab
 
 
 def load_features(path: Path) -> tuple[FeatureStore, FeatureStore]:
-    """Return the training and the test features of a file."""
+    """Return the training and the test features of an .npz or .safetensors file.
+
+    Raise if arrays are missing or do not fit.
+    """
     tables = _read_arrays(path)
     for name in FIELDS:
         if name not in tables:

@@ -366,9 +366,10 @@ class FlowerEngine:
         return client, data  # the caller validates it
 
     def take_back(self, client: int, before: ClientMemory | None) -> None:
-        """Continue from the step before: nodes store two steps, and the next request names the one to continue from.
+        """Let a client continue from the step of its memory before its last request; `before` None: from none.
 
-        A simulated node makes a step at every stage of a secure sum, so only the last step can be taken back there.
+        Nodes store two steps, and the next request names the one to continue from; nothing is sent now. A simulated
+        node makes a step at every stage of a secure sum, so only the last step can be taken back there.
         """
         earlier = 0
         if before is not None:

@@ -378,7 +378,10 @@ class SecureClient:
         return as_rows(tensor)
 
     def _check_advert(self, client: int, advert: bytes, drawn: Sequence[int]) -> None:
-        """Refuse an advert of an unknown identity, without its signature, or for another run."""
+        """Refuse a peer's advert of an unexpected identity, without a valid signature, or for another run.
+
+        `client` is the peer, `drawn` are the holders it drew; a peer seen for the first time is pinned.
+        """
         self.identity.recognise(client, part_of(advert, "identity"))
         if not genuine(self.plan, client, advert, drawn):
             raise SecureRefusal(

@@ -29,7 +29,7 @@ _PIECE = 1 << 20  # numbers turned into digits at a time
 
 
 class Unfit(FedgraftError):
-    """Numbers that cannot be encoded in this ring: not finite, of another length, or beyond the limit of digits."""
+    """The error for numbers that this ring cannot encode: not finite, of another length, or beyond the digits."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def series(run: str, action: str) -> str:
 
 
 def drive(server: SecureServer, transport: Transport) -> SumResult:
-    """Run all stages over a transport; raise `SecureAbort` when too few clients are left."""
+    """Run all stages of a secure sum over a transport and return the sum; raise `SecureAbort` when too few are left."""
     outbox = server.open()
     for stage in STAGES:
         outbox = server.take(transport(stage, outbox))

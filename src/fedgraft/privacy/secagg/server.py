@@ -320,7 +320,10 @@ class SecureServer:
     def _well_formed(
         self, stage: str, answers: Mapping[int, Data], clients: Sequence[int], fields: TensorFields
     ) -> list[tuple[int, Data]]:
-        """Return the well-formed answers of these clients, in client order; the others are lost at this stage."""
+        """Return the well-formed answers of these clients to a stage, in client order; the others count as lost there.
+
+        `fields` are the tensors that an answer must have, with dtype and shape.
+        """
         accepted = []
         for client in sorted(clients):
             if client not in answers:
@@ -347,7 +350,10 @@ class SecureServer:
         self.rejections[client] = reason
 
     def _enough(self, stage: str, left: list[int]) -> list[int]:
-        """Return the remaining clients sorted; abort if none of them has enough holders left."""
+        """Return the clients that are `left` after a stage, sorted.
+
+        Raise `SecureAbort` if none has enough holders left.
+        """
         present = set(left)
         for client in left:
             if self.plan.enough(client, self.drawn[client], present):

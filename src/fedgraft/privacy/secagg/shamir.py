@@ -16,13 +16,17 @@ SHARE_BYTES = 66
 
 
 class WrongShares(ValueError):
-    """Shares that do not fit together."""
+    """The error for shares that do not give one secret."""
 
 
 def split(
     secret: bytes, threshold: int, holders: Sequence[int], entropy: Callable[[int], bytes] = os.urandom
 ) -> dict[int, bytes]:
-    """Return one share per holder, of which `threshold` are needed to recover the secret."""
+    """Return one share per holder, of which any `threshold` give the secret back.
+
+    `holders` are the points where the polynomial is evaluated; `entropy(n)` returns n random bytes for its
+    coefficients.
+    """
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) or min(holders) < 1:
         raise ValueError("a secret has 32 bytes, holders are positive, and there are at least `threshold` of them")
     constant_term = int.from_bytes(secret, "big")
@@ -37,7 +41,10 @@ def split(
 
 
 def aggregate(shares: Mapping[int, bytes]) -> bytes:
-    """Return the secret from exactly `threshold` shares; raise `WrongShares` if they give no secret."""
+    """Return the secret from exactly as many shares as are needed, by Lagrange interpolation at zero.
+
+    `shares` are by holder (point). Raises `WrongShares` if they give no secret of 32 bytes.
+    """
     holders = tuple(sorted(shares))
     total = 0
     for weight, x in zip(_lagrange_weights(holders), holders, strict=True):
@@ -49,7 +56,10 @@ def aggregate(shares: Mapping[int, bytes]) -> bytes:
 
 
 def recover(shares: Mapping[int, bytes], threshold: int, genuine: Callable[[bytes], bool]) -> bytes:
-    """Return the secret that `genuine` recognises, from any `threshold` neighbouring shares; skip wrong shares."""
+    """Return the secret that `genuine` recognises, from any `threshold` neighbouring shares; skip wrong shares.
+
+    `shares` are by holder (point). Raises `WrongShares` if no such choice gives it.
+    """
     holders = sorted(shares)
     if len(holders) >= threshold:
         for start in range(len(holders)):
@@ -73,7 +83,7 @@ def _random_element(entropy: Callable[[int], bytes]) -> int:
 
 @lru_cache(maxsize=256)
 def _lagrange_weights(holders: tuple[int, ...]) -> tuple[int, ...]:
-    """Return Lagrange's weights at zero; cached, because many secrets are shared among the same holders."""
+    """Return Lagrange's weights at zero for these points; cached, because many secrets have the same holders."""
     weights = []
     for x in holders:
         numerator = 1
