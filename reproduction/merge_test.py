@@ -25,6 +25,7 @@ from fedgraft.core.rng import torch_stream
 from fedgraft.core.state import ServerState
 from fedgraft.metrics.evaluate import evaluate
 from fedgraft.metrics.statistics import summarise
+from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.loop import run_setup
 from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.setup import RunSetup, setup_of
@@ -96,12 +97,9 @@ def one(config: Config, folder: Path) -> dict[str, Any]:
         return dict(json.loads(result.read_text(encoding="utf-8")))
     starts: list[Tensor] = []
 
-    class Begin:
-        def on_start(self, setup: RunSetup, state: ServerState) -> None:
+    class Begin(Callback):
+        def on_training_start(self, setup: RunSetup, opened: OpenRun, state: ServerState) -> None:
             starts.append(state.vector.clone())
-
-        def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> None: ...
-        def on_end(self, summary: Mapping[str, Any]) -> None: ...
 
     _, done = run_setup(
         lambda secret: (setup_of(config, secret=secret), None),

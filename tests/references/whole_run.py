@@ -73,7 +73,7 @@ class Listener(fg.Callback):
         self.cohorts: list[list[int]] = []
         self.rates: list[float] = []
 
-    def on_start(self, setup: fg.RunSetup, state: fg.ServerState) -> None:
+    def on_training_start(self, setup: fg.RunSetup, opened: Any, state: fg.ServerState) -> None:
         """Keep the model before the first round."""
         self.first = state.vector.clone()
 

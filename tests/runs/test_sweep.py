@@ -102,7 +102,7 @@ from fedgraft.consortium.search import SearchPlan, Search
 from fedgraft.consortium.search_space import parse_axis
 program, root, kind, overrides = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[5:]
 if program:
-    sweep.command = lambda cell, file: [sys.executable, "-IS", program, str(file), str(cell.folder)]
+    sweep.cell_command = lambda cell, file: [sys.executable, "-IS", program, str(file), str(cell.folder)]
 axes = tuple(parse_axis(one[2:]) for one in overrides if one.startswith("--"))
 base = load(None, [one for one in overrides if not one.startswith("--")])
 seeds = tuple(range(int(sys.argv[4])))
