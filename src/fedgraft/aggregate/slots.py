@@ -17,7 +17,7 @@ from torch import Tensor
 from fedgraft.aggregate.mean import count_normalised, sum_unweighted, weighted_mean
 from fedgraft.aggregate.mixing import blended, mix, mixing_matrix
 from fedgraft.aggregate.server_rules import RoundInfo, ServerRule
-from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
+from fedgraft.core.capabilities import NOTHING, Capabilities, Capability, required_by
 from fedgraft.core.state import EVERYONE, Federation, ServerState
 
 
@@ -77,14 +77,6 @@ class Observe:
         return frozenset(required)
 
 
-def required_to_observe(observations: Iterable[Observe]) -> Capabilities:
-    """Return what all of these observations require."""
-    required: set[Capability] = set()
-    for observation in observations:
-        required |= observation.requires
-    return frozenset(required)
-
-
 @dataclass(frozen=True)
 class Weighting:
     """The weights of the clients: `weights(answers)` -> float64 (m,), not necessarily normalised."""
@@ -108,7 +100,7 @@ class Weighting:
     @property
     def requires(self) -> Capabilities:
         """`needs`, what its observations need, and each update if only the server can compute the weights."""
-        required = self.needs | required_to_observe(self.wants)
+        required = self.needs | required_by(self.wants)
         if self.own is None:
             required |= {Capability.EACH_UPDATE}
         return required
@@ -196,7 +188,7 @@ class Aggregator:
     @property
     def requires(self) -> Capabilities:
         """`needs`, and what its observations need."""
-        return self.needs | required_to_observe(self.wants)
+        return self.needs | required_by(self.wants)
 
     def gives(self, state: ServerState) -> Mapping[str, Tensor]:
         """Return the tensors that requests carry beside the model."""
@@ -261,7 +253,7 @@ class Mixing:
     def requires(self) -> Capabilities:
         """Each update (a server that knows the matrix could solve hidden mixtures for every model), and the rest."""
         mixed = {Capability.EACH_UPDATE, Capability.FIXED_COORDINATES, Capability.AVERAGED_UPDATES}
-        return required_to_observe(self.wants) | mixed
+        return required_by(self.wants) | mixed
 
     def gives(self, state: ServerState) -> Mapping[str, Tensor]:
         """Return the tensors that requests carry beside the model."""

@@ -7,14 +7,15 @@ function's own (`ChoiceSection`). Only options of the run itself are declared in
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from fedgraft.core.declared import REQUIRED, Declared, declared_options
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.ranges import adapter_of
+from fedgraft.core.registry import unknown_option
 
 NOT_IN_IDENTITY: dict[str, Any] = {"identity": False}
 """`Field(json_schema_extra=NOT_IN_IDENTITY)`: the option does not change the result, so it is not in the digest."""
@@ -87,14 +88,14 @@ class ChoiceSection(DerivedSection):
         functions = self.functions()
         if word not in functions:
             return self
-        options = {option.name: option for option in functions[word]}
+        options = self._declared()
         checked: dict[str, Any] = {}
         for key, value in (self.__pydantic_extra__ or {}).items():
             declared = options.get(key)
             if declared is None and self.ignores_others:
                 declared = _option_of_any(key, functions)
             if declared is None:
-                raise self._unknown(word, key, list(options))
+                raise unknown_option(self.table, word, key, list(options))
             if value is None:  # the function's default
                 continue
             converted = self._checked(declared, value)
@@ -107,28 +108,14 @@ class ChoiceSection(DerivedSection):
 
     def _checked(self, option: Declared, value: Any) -> Any:
         """Return the value converted to the option's type; refuse one that is out of range."""
-        adapter: TypeAdapter[Any] = TypeAdapter(option.annotation, config=ConfigDict(allow_inf_nan=False))
         try:
-            return adapter.validate_python(value)
+            return adapter_of(option.annotation).validate_python(value)
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
             key = f"{self.table}.{option.name}"
             raise FedgraftError(
                 "E-CONFIG-VALUE", f"{key}: {reason} (got {value!r}).", option=key, value=value
             ) from None
-
-    def _unknown(self, word: str, key: str, known: list[str]) -> FedgraftError:
-        """Return the error about an option `key` that the function chosen by `word` does not have.
-
-        `known` are those it has.
-        """
-        hint = "it takes none"
-        nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-        if nearest:
-            hint = f"the nearest is {nearest[0]!r}"
-        return FedgraftError(
-            "E-CORE-UNKNOWN-OPTION", f"the {self.table} {word} has no option {key!r}", hint, name=word, option=key
-        )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -139,17 +126,24 @@ class ChoiceSection(DerivedSection):
         """Return the value of an option of the chosen function: as set, or its default; None if it has none."""
         if name in self.options:
             return self.options[name]
-        for declared in self.functions().get(getattr(self, self.chosen_by), ()):
-            if declared.name == name and declared.default is not REQUIRED:
-                return declared.default
-        return None
+        declared = self._declared().get(name)
+        if declared is None or declared.default is REQUIRED:
+            return None
+        return declared.default
 
     def set_options(self) -> dict[str, Any]:
         """Return those of `options` that differ from the function's defaults."""
-        defaults = {}
-        for option in self.functions().get(getattr(self, self.chosen_by), ()):
-            defaults[option.name] = option.default
-        return {key: value for key, value in self.options.items() if defaults.get(key, REQUIRED) != value}
+        declared = self._declared()
+        changed = {}
+        for key, value in self.options.items():
+            if key not in declared or declared[key].default != value:
+                changed[key] = value
+        return changed
+
+    def _declared(self) -> dict[str, Declared]:
+        """Return the options of the chosen function by name; empty if a plug-in has it."""
+        word = getattr(self, self.chosen_by)
+        return {option.name: option for option in self.functions().get(word, ())}
 
 
 def _option_of_any(key: str, functions: Mapping[str, tuple[Declared, ...]]) -> Declared | None:

@@ -59,13 +59,17 @@ Capabilities = frozenset[Capability]
 NOTHING: Capabilities = frozenset()
 
 
-class CapablePart(Protocol):
-    """A part of an algorithm that says what it requires and provides."""
+class Requiring(Protocol):
+    """Anything that says what it requires: a part of an algorithm, or an observation."""
 
     @property
     def requires(self) -> Capabilities:
-        """What this part needs from the others."""
+        """What it needs from the parts of the algorithm."""
         ...
+
+
+class CapablePart(Requiring, Protocol):
+    """A part of an algorithm that says what it requires and provides."""
 
     @property
     def provides(self) -> Capabilities:
@@ -93,11 +97,11 @@ class Unmet:
     capability: Capability
 
 
-def required_by(parts: Iterable[NamedPart]) -> Capabilities:
-    """Return everything that at least one of the parts requires."""
+def required_by(items: Iterable[Requiring]) -> Capabilities:
+    """Return everything that at least one of these parts or observations requires."""
     required: set[Capability] = set()
-    for part in parts:
-        required |= part.requires
+    for item in items:
+        required |= item.requires
     return frozenset(required)
 
 

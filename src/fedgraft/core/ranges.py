@@ -69,7 +69,7 @@ def validated_numbers(label: str, owner: Any, values: Mapping[str, Any]) -> dict
 def number(label: str, hint: Any, value: Any) -> Any:
     """Return the value converted to this annotation; raise an error if it is not allowed."""
     try:
-        return _adapter(hint).validate_python(value)
+        return adapter_of(hint).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         requirement = first["msg"].removeprefix("Input ").partition(", ")[0]
@@ -79,7 +79,8 @@ def number(label: str, hint: Any, value: Any) -> Any:
 
 
 @cache
-def _adapter(hint: Any) -> TypeAdapter[Any]:
+def adapter_of(hint: Any) -> TypeAdapter[Any]:
+    """Return the pydantic adapter that converts values to this annotation; infinity and NaN are refused."""
     return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False))
 
 

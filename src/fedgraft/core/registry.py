@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -54,12 +54,7 @@ class Registry(dict[str, Callable[..., Any]]):
         for key in options:
             if key in own:
                 continue
-            hint = "it takes none"
-            if own:
-                hint = f"the nearest is {_nearest(key, own)!r}"
-            raise FedgraftError(
-                "E-CORE-UNKNOWN-OPTION", f"the {self.label} {name} has no option {key!r}", hint, name=name, option=key
-            )
+            raise unknown_option(self.label, name, key, own)
         parameters = inspect.signature(make).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         arguments = {}
@@ -67,6 +62,19 @@ class Registry(dict[str, Callable[..., Any]]):
             if key in parameters or (takes_any and key != "seed"):
                 arguments[key] = value
         return make(**{**arguments, **options})
+
+
+def unknown_option(label: str, name: str, option: str, known: Sequence[str]) -> FedgraftError:
+    """Return the error about an option that the function `name` (a `label`, such as "loss") does not have.
+
+    `known` are the options that it has; the error names the nearest of them.
+    """
+    hint = "it takes none"
+    if known:
+        hint = f"the nearest is {_nearest(option, known)!r}"
+    return FedgraftError(
+        "E-CORE-UNKNOWN-OPTION", f"the {label} {name} has no option {option!r}", hint, name=name, option=option
+    )
 
 
 def _nearest(name: str, candidates: Iterable[str]) -> str:
