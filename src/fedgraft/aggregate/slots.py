@@ -242,7 +242,7 @@ class Mixing:
     wants: tuple[Observe, ...] = ()
     absent_keep: bool = True
     """Clients outside the cohort keep their model; otherwise they fall back to the mean of the others."""
-    shows_mean: bool = False
+    sends_mean: bool = False
     """Requests carry the mean of all models beside the client's own."""
     provides: Capabilities = frozenset({Capability.STABLE_MODEL, Capability.PERSONAL_MODELS, Capability.EXCHANGE})
     """Without `EXCHANGE` clients train alone, and no traffic is counted."""
@@ -257,7 +257,7 @@ class Mixing:
 
     def gives(self, state: ServerState) -> Mapping[str, Tensor]:
         """Return the tensors that requests carry beside the model."""
-        if not self.shows_mean:
+        if not self.sends_mean:
             return {}
         return {"common": state.vector}
 
