@@ -140,7 +140,7 @@ def resume(
             "restore it, or start a new run",
             run=str(run),
         )
-    record.mend()
+    record.reopen_if_damaged()
     _carry_out(config, run, quiet)
 
 

@@ -79,14 +79,14 @@ def outcome(setup: RunSetup, opened: OpenRun) -> dict[str, float | None]:
     assert tests is not None
     rows = torch.arange(len(tests))
     images = task.test_images
-    setup.ready(tests, rows)
+    setup.cache_features(tests, rows)
     numbers: dict[str, float | None] = {"accuracy": evaluate(task.network, tests, rows).accuracy, "backdoor": None}
     if isinstance(images, ImageExamples):
         target = Trigger().target
         others = (images.labels != target).nonzero().view(-1)[:_MARKED_IMAGES]
         marked = _marked(task, images, tests.entry)
         marked.labels = torch.full_like(images.labels, target)  # accuracy on them is the trigger's success rate
-        setup.ready(marked, others)
+        setup.cache_features(marked, others)
         numbers["backdoor"] = evaluate(task.network, marked, others).accuracy
     return numbers
 

@@ -135,7 +135,7 @@ def work_of(run: Adapted, layers: tuple[Row, ...]) -> dict[str, tuple[float, flo
     return {
         "exchange": (both * scale * steps * cohort, 0.0),
         "aggregate": (0.0, vector_bytes),
-        "evaluate": (forward * len(run.setup.judging_rows) / measured_images, 0.0),
+        "evaluate": (forward * len(run.setup.evaluation_rows) / measured_images, 0.0),
     }
 
 

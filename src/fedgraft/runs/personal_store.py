@@ -121,7 +121,10 @@ class PersonalStore(Mapping[int, Tensor]):
 
     @classmethod
     def restore(cls, folder: Path, length: int, saved: Mapping[str, Any]) -> PersonalStore:
-        """Return the store that `sealed` described; raise `BadCheckpoint` unless every file is what it was then."""
+        """Return the store of a checkpoint's entry `saved`; raise `BadCheckpoint` unless every file is what it was.
+
+        `length` is the number of coordinates of a model.
+        """
         row_files = cls.create(folder, length)._row_files
         for name, digest in saved["files"].items():
             round = int(name)
@@ -132,7 +135,7 @@ class PersonalStore(Mapping[int, Tensor]):
                     "use an earlier one",
                     round=round,
                 )
-        row_files.pinned = row_files.rounds()  # other checkpoints may need the rest, until `release` has looked
+        row_files.pinned = row_files.rounds()  # other checkpoints may need the rest: `delete_unneeded` looks
         table = {}
         opened: dict[int, np.ndarray] = {}
         for client, (round, row) in saved["table"].items():
@@ -180,16 +183,19 @@ class PersonalStore(Mapping[int, Tensor]):
         self._row_files.sweep(needed | self._rounds)
         return PersonalStore(self._row_files, table, opened)
 
-    def sealed(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold of this store; its files are on the disk when this returns."""
+    def checkpoint_entry(self) -> dict[str, Any]:
+        """Return the digests and the table by which `restore` finds this store; flush its files to the disk first.
+
+        The files are then kept until `delete_unneeded`.
+        """
         rounds = sorted(self._rounds)
         digests = {str(round): self._row_files.digest(round) for round in rounds}
         self._row_files.pinned |= frozenset(rounds)
         table = {str(client): list(place) for client, place in self._table.items()}
         return {"files": digests, "table": table}
 
-    def release(self, checkpoints: Path) -> None:
-        """Delete the files that neither this store nor an existing checkpoint needs."""
+    def delete_unneeded(self, checkpoints: Path) -> None:
+        """Delete the files that neither this store nor a checkpoint in the folder `checkpoints` needs."""
         pinned = set(self._rounds)
         for path in listing(checkpoints):
             pinned.update(_rounds_named_by(path))
@@ -208,7 +214,10 @@ def _rounds_named_by(checkpoint: Path) -> list[int]:
 
 
 def first_models(folder: Path, length: int, starts: Mapping[int, Tensor], on_disk: bool) -> Mapping[int, Tensor]:
-    """Return the clients' models before the first round, of those that have one, in memory or in files."""
+    """Return the models `starts` that clients begin with: as they are or, with `on_disk`, as a store in `folder`.
+
+    `length` is the number of coordinates of a model.
+    """
     if not on_disk:
         return starts
     store = PersonalStore.create(folder, length)

@@ -124,7 +124,7 @@ class Predictor:
         return predictions
 
     def measure(self, examples: Examples, skipped: Sequence[tuple[str, str]] = ()) -> ModelMetrics:
-        """Return every metric of this model on these images; `skipped` are images left out before, for the result."""
+        """Return every metric of this model on these examples; `skipped` images are only passed on to the result."""
         classes = len(self.classes)
 
         def batch_sums(rows: Tensor) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ class Predictor:
         return self.measure(examples, skipped)
 
     def _check_classes(self, labelled: Labelled, name: str) -> None:
-        """Refuse images of a class that the model does not know."""
+        """Raise if images have a class that the model does not know; `name` is that of the data, for the error."""
         present = np.asarray(labelled.classes)[np.unique(labelled.labels)].tolist()
         unknown = sorted(set(present) - set(self.classes))
         if unknown:

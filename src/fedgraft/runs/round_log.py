@@ -65,7 +65,7 @@ def line_digest(line: Mapping[str, Any]) -> str:
 
 
 def _text(entry: Mapping[str, Any]) -> str:
-    """Return the one spelling of an entry that is hashed."""
+    """Return an entry as canonical JSON, the text that is hashed."""
     return json.dumps(entry, sort_keys=True, separators=(",", ":"))
 
 
@@ -107,7 +107,7 @@ class RoundLog:
         write_text(self.path, "".join(texts))
 
     def _line(self, entry: Mapping[str, Any]) -> str:
-        """Return the next line, chained to the one before and signed."""
+        """Return the next line, signed and chained to the one before, and make its hash the latest."""
         self.hash = _chained_hash(self.hash, entry)
         signature = ""
         if self.signing_key is not None:

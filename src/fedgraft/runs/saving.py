@@ -64,12 +64,15 @@ def saved_edit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def protection_label(algorithm: Algorithm) -> str:
-    """Return how a round's updates were protected, for its line in the log."""
+    """Return how a round's updates are protected, in words, for its line in the log."""
     return ", ".join(algorithm.privacy.labels()) or "none"
 
 
 def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what differential privacy has spent and what its account does not cover; empty without it."""
+    """Return {"privacy": what `rounds` rounds have spent and what that does not cover}; {} without privacy noise.
+
+    `lines` are the recorded rounds, in which aborted secure sums are counted.
+    """
     account = budget(config, algorithm, rounds)
     if account is None or config.privacy.dp is None:
         return {}

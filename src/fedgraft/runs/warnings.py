@@ -146,7 +146,10 @@ def _noised_representations(setup: RunSetup) -> list[str]:
 
 
 def _representation_guarantee(setup: RunSetup, samples: int, noise: float) -> str:
-    """Return the guarantee of noise on representations: rows have length 1, so one image changes one by at most 2."""
+    """Return a sentence on what `noise` on the representations of `samples` images guarantees to one image.
+
+    Rows have length 1, so one image changes a row by at most 2.
+    """
     smallest = int(min(setup.task.data.partition.sizes(), default=1))
     repetitions = max(1, math.ceil(samples / max(1, smallest)))  # of an image among the samples of a client
     rounds = setup.config.rounds.total

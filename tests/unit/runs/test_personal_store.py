@@ -77,7 +77,7 @@ def test_a_store_is_a_mapping_that_never_changes(tmp_path: Path) -> None:
 def test_reading_cannot_write(tmp_path: Path) -> None:
     store = after(PersonalStore.create(tmp_path, 3), 0, [1], rows(1))
     store[1].fill_(9.0)
-    sealed = store.sealed()
+    sealed = store.checkpoint_entry()
     assert torch.equal(PersonalStore.restore(tmp_path, 3, sealed)[1], rows(1)[0])
 
 
@@ -90,8 +90,8 @@ def test_files_that_nobody_names_are_deleted(tmp_path: Path) -> None:
     assert files(folder) == ["round-00000002.f32", "round-00000003.f32"]
     for round in range(4, 14):
         store = after(store, round, [0, 1], rows(round, round))
-        checkpoint.save(checkpoints, round, {"x": torch.zeros(1)}, {"personal": store.sealed()})
-        store.release(checkpoints)
+        checkpoint.save(checkpoints, round, {"x": torch.zeros(1)}, {"personal": store.checkpoint_entry()})
+        store.delete_unneeded(checkpoints)
     rounds = [int(path.name.split("-")[1]) for path in checkpoint.listing(checkpoints)]
     assert [int(name[6:14]) for name in files(folder)] == rounds == [9, 10, 11, 12, 13]
 
@@ -99,9 +99,9 @@ def test_files_that_nobody_names_are_deleted(tmp_path: Path) -> None:
 def test_resuming_does_not_take_away_what_older_checkpoints_need(tmp_path: Path) -> None:
     folder = tmp_path / "personal"
     first = after(PersonalStore.create(folder, 3), 0, [0], rows(1))
-    old = first.sealed()
+    old = first.checkpoint_entry()
     second = after(first, 1, [0], rows(2))
-    new = second.sealed()
+    new = second.checkpoint_entry()
     again = PersonalStore.restore(folder, 3, new)
     later = after(after(again, 2, [0], rows(3)), 3, [0], rows(4))
     assert torch.equal(later[0], rows(4)[0])
@@ -110,7 +110,7 @@ def test_resuming_does_not_take_away_what_older_checkpoints_need(tmp_path: Path)
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "gone"])
 def test_a_damaged_file_makes_its_checkpoints_bad(tmp_path: Path, harm: str) -> None:
-    sealed = after(PersonalStore.create(tmp_path, 3), 0, [1], rows(1)).sealed()
+    sealed = after(PersonalStore.create(tmp_path, 3), 0, [1], rows(1)).checkpoint_entry()
     path = tmp_path / "round-00000000.f32"
     data = bytearray(path.read_bytes())
     data[4] ^= 1

@@ -78,7 +78,7 @@ def score_weights(request: Request, context: ClientContext) -> Scores:
     rows, generator = _draw_share(request, context, "fisher_scores")
     all_weights = select(network, lambda name: True, buffers=False)
     before = all_weights.gather(network)
-    context.release()
+    context.forget_binding()
     all_weights.scatter(model_vector(request), network)
     device = next(network.parameters()).device
     batches = []
@@ -127,7 +127,7 @@ def gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
     rows, _ = _draw_share(request, context, "gradient")
     all_weights = select(network, lambda name: True, buffers=False)
     before = all_weights.gather(network)
-    context.release()
+    context.forget_binding()
     all_weights.scatter(model_vector(request), network)
     bound = select(network, lambda name: name in names, buffers=False).bind(network)
     network.eval()
