@@ -23,7 +23,7 @@ _NO_GAIN = "no improvement over the initial model: the best round is the start"
 
 
 def seeds_of(text: str | None, default: int) -> tuple[int, ...]:
-    """Return whole numbers separated by commas; the default without a text."""
+    """Return the seeds in `--seeds 0,1,2` as numbers; (`default`,) without the option."""
     if text is None:
         return (default,)
     try:
@@ -47,8 +47,8 @@ def resumable() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def show(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table with its best row marked."""
+def print_settings(rows: Sequence[Mapping[str, str]]) -> None:
+    """Print the table of tried settings; the row with the status "best" is marked."""
     import textwrap
 
     import rich
@@ -100,7 +100,7 @@ def sweep(
     root = folder or Path("sweeps") / base.name
     with resumable():
         results = Search(plan, root, typer.echo).run(processes)
-    show(rows(results))
+    print_settings(rows(results))
     winner = best(results)
     if winner is not None:
         typer.echo(f"best on validation: {winner.label}")
@@ -133,7 +133,7 @@ def find_lr(
         root = Path("sweeps") / name
     with resumable():
         findings = find_rate(plan, root, processes, typer.echo)
-    show(findings.rows())
+    print_settings(findings.rows())
     typer.echo(f"best on validation: local.lr={findings.best.rate:g}")
     if not findings.best.improved:
         typer.echo(_NO_GAIN)

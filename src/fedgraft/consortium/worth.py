@@ -308,7 +308,7 @@ def _draw(path: Path, sites: Sequence[Site], models: Sequence[str], metric: str)
     with figures.canvas(path, size=(10.5, 1.6 + 0.3 * len(sites) * (1 + len(models)))) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         for i, site in enumerate(sites):
-            for j, (model, (colour, _, marker)) in enumerate(zip(models, figures.looks(), strict=False)):
+            for j, (model, (colour, _, marker)) in enumerate(zip(models, figures.line_styles(), strict=False)):
                 y = i + 0.6 * ((j + 0.5) / len(models) - 0.5)
                 legend = model if i == 0 else None
                 draw_value(left, y, site.models[model], color=colour, fmt=marker, label=legend)
@@ -316,8 +316,8 @@ def _draw(path: Path, sites: Sequence[Site], models: Sequence[str], metric: str)
         right.axvline(0, color=figures.INK, linewidth=1)
         left.set_yticks(range(len(sites)), [figures.plain_text(site.name) for site in sites])
         left.set_ylim(len(sites) - 0.5, -0.5)
-        figures.dress(left, f"{label(metric)}{left_unit}", "", "Models at each site")
-        figures.dress(right, f"difference{right_unit}", "", "Federated minus alone")
+        figures.label_axes(left, f"{label(metric)}{left_unit}", "", "Models at each site")
+        figures.label_axes(right, f"difference{right_unit}", "", "Federated minus alone")
         figure.legend(loc="outside lower center", ncols=len(models))
     return path
 

@@ -357,7 +357,7 @@ class _Run:
         new_state, summary = run_round(
             setup.algorithm, setup.federation, state, self.engine, self.opened.server_context
         )
-        representation_figures.keep_mixing(self.record.path, self.config, summary)
+        representation_figures.store_mixing(self.record.path, self.config, summary)
         line = log_round(summary, new_state.round)
         is_due = bool(options.evaluate_every) and new_state.round % options.evaluate_every == 0
         if is_due or new_state.round == options.total:
