@@ -19,7 +19,7 @@ from fedgraft.data.labelled import Labelled
 from fedgraft.data.pixels.rule import Unreadable
 from fedgraft.data.pixels.transforms import Transform, rule_for
 from fedgraft.data.sources import Dataset, open_path
-from fedgraft.data.sources.assemble import readable
+from fedgraft.data.sources.assemble import without_unreadable
 from fedgraft.local.features import evaluate_batch
 from fedgraft.metrics import scores
 from fedgraft.metrics.metrics import Metric, compute
@@ -151,7 +151,7 @@ class Predictor:
         outputs = {class_name: output for output, class_name in enumerate(self.classes)}
         self._check_classes(labelled, name)
         skipped: list[tuple[str, str]] = list(dataset.skipped)
-        examples = examples_of(readable(labelled, skipped, self.transform.rule), self.transform)
+        examples = examples_of(without_unreadable(labelled, skipped, self.transform.rule), self.transform)
         output_of_label = torch.tensor([outputs.get(class_name, -1) for class_name in labelled.classes])
         examples.labels = output_of_label[examples.labels]
         return self.measure(examples, skipped)

@@ -61,7 +61,7 @@ def federate(data: Dataset, kind: str, clients: int = 10, **options: Any) -> Fed
 def iid(
     data: Dataset, clients: int, sizes: str = "equal", sigma: float = 1.0, **split: Unpack[SplitOptions]
 ) -> FederatedData:
-    """Divide rows at random, in equal parts or in parts of lognormal size."""
+    """Divide rows at random; `sizes` is "equal", or "lognormal" with the spread `sigma` of the logarithm."""
     return federate(data, "iid", clients, sizes=sizes, sigma=sigma, **split)
 
 
@@ -73,21 +73,27 @@ def stratified(data: Dataset, clients: int, **split: Unpack[SplitOptions]) -> Fe
 def classes(
     data: Dataset, clients: int, per_client: int, allow_uncovered: bool = False, **split: Unpack[SplitOptions]
 ) -> FederatedData:
-    """Give each client exactly `per_client` classes, in parts of equal size."""
+    """Give each client exactly `per_client` classes, in parts of equal size.
+
+    `allow_uncovered` permits classes that no client holds.
+    """
     return federate(data, "classes", clients, per_client=per_client, allow_uncovered=allow_uncovered, **split)
 
 
 def shards(
     data: Dataset, clients: int, per_client: int = 2, per_class: bool = True, **split: Unpack[SplitOptions]
 ) -> FederatedData:
-    """Give each client `per_client` shards, cut by class or by sort-and-cut (McMahan et al. 2017)."""
+    """Give each client `per_client` shards, cut within each class or, without `per_class`, from the sorted rows.
+
+    The latter is the rule of McMahan et al. 2017.
+    """
     return federate(data, "shards", clients, per_client=per_client, per_class=per_class, **split)
 
 
 def dirichlet(
     data: Dataset, clients: int, alpha: float = 0.5, min_size: int = 10, **split: Unpack[SplitOptions]
 ) -> FederatedData:
-    """Divide each class by proportions from Dir(alpha); a small alpha is uneven."""
+    """Divide each class by proportions from Dir(alpha), small is uneven; each client gets at least `min_size` rows."""
     return federate(data, "dirichlet", clients, alpha=alpha, min_size=min_size, **split)
 
 
@@ -103,7 +109,10 @@ def groups(
     allow_uncovered: bool = False,
     **split: Unpack[SplitOptions],
 ) -> FederatedData:
-    """Divide explicit groups of labels, each among its own group of clients."""
+    """Divide each of the `groups` of labels among its own clients, as many for each group.
+
+    `allow_uncovered` permits labels that are in no group.
+    """
     return federate(data, "groups", clients, groups=groups, allow_uncovered=allow_uncovered, **split)
 
 
@@ -135,7 +144,10 @@ def _hold_out(data: Dataset, share: float, seed: int, limit: int | None) -> tupl
 
 
 def _partition_by_site(data: Dataset, train: np.ndarray, options: dict[str, Any]) -> Partition:
-    """Return the partition of the training rows by the values of `options["column"]`."""
+    """Return the partition of the training rows `train` by the values of the column `options["column"]` ("site").
+
+    Raises for any other option of a partition, and if the data has no such column.
+    """
     column = options.get("column", "site")
     if options.get("test", "shard") != "shard":
         raise FedgraftError(

@@ -58,7 +58,9 @@ class Partition:
     rows: np.ndarray
     test_offsets: np.ndarray  # (K + 1,)
     tests: np.ndarray
+    """The test rows, as `rows` holds the training rows."""
     overlap: bool = False
+    """Whether clients share test rows."""
     notes: tuple[str, ...] = ()
     """Sentences about what could not be made exact, for the log."""
     names: tuple[str, ...] = ()
@@ -103,7 +105,11 @@ class Partition:
         return np.diff(self.offsets)
 
     def histogram(self, labels: np.ndarray | None = None, classes: int | None = None) -> np.ndarray:
-        """Return the number of training rows per client and class, (K, C)."""
+        """Return the number of training rows per client and class, (K, C).
+
+        `labels` are those of the rows that the partition divides (default: its own), `classes` is C (default: as many
+        as occur).
+        """
         if labels is None:
             labels = self.labels
         labels = np.asarray(labels)

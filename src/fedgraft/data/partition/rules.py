@@ -49,7 +49,10 @@ def edge_owners(
 def iid_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, sizes: str = "equal", sigma: float = 1.0
 ) -> RowOwners:
-    """Cut a random permutation of the rows into equal parts, or into parts of lognormal size (at least one row)."""
+    """Cut a random permutation of the rows into equal parts, or into parts of lognormal size (at least one row).
+
+    `sizes` is "equal" or "lognormal", `sigma` the standard deviation of the logarithm of a size.
+    """
     total = len(labels)
     if sizes == "equal":
         parts = even_sizes(total, clients)
@@ -131,7 +134,10 @@ def shard_owners(
 def dirichlet_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, alpha: float, min_size: int = 10, tries: int = 100
 ) -> RowOwners:
-    """Split each class by proportions drawn from Dir(alpha); draw again until every client has `min_size` rows."""
+    """Split each class by proportions drawn from Dir(alpha); draw again until every client has `min_size` rows.
+
+    Raises after `tries` draws.
+    """
     _check_alpha(alpha)
     if clients * min_size > len(labels):
         raise FedgraftError(
@@ -220,7 +226,10 @@ def group_owners(
     clients_per_group: Sequence[int] | None = None,
     allow_uncovered: bool = False,
 ) -> RowOwners:
-    """Divide the rows of each group of labels, stratified, among the clients of that group."""
+    """Divide the rows of each group of labels, stratified, among the clients of that group.
+
+    `clients_per_group` None: equally many for each; `allow_uncovered` permits labels in no group.
+    """
     if not groups:
         raise FedgraftError(
             "E-DATA-GROUPS-EMPTY",

@@ -86,7 +86,7 @@ def bicubic_weights(start: Tensor, length: Tensor, source: int, target: int) -> 
 
 
 def resized_crop(images: Tensor, size: int, generator: Generator) -> Tensor:
-    """Resize a random box of each image to `size`: two batched products with the resampling weights."""
+    """Return a random box of each image, resized to `size` pixels a side."""
     count, _, height, width = images.shape
     top, left, box_height, box_width = draw_boxes(count, height, width, generator)
     rows = bicubic_weights(top, box_height, height, size).unsqueeze(1)  # (B, 1, S, H)

@@ -186,7 +186,7 @@ def store_of(content: np.ndarray | Originals, labels: np.ndarray, classes: Itera
 
 
 def _check_labels(labels: np.ndarray, count: int, classes: tuple[str, ...]) -> None:
-    """Refuse labels that are not one per image, or that have no class name."""
+    """Raise for labels that are not one for each of `count` images, or that have no class name."""
     if labels.shape != (count,):
         raise FedgraftError(
             "E-DATA-LABEL-COUNT",

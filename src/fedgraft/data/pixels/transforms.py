@@ -146,7 +146,8 @@ class Transform:
 def rule_for(network: Any, resize: str = "model", window: Window = None) -> PixelRule:
     """Return the pixel rule of a network.
 
-    `resize` is "crop" or "squash", or "model" for the network's own preprocessing, which is cropped where it has none.
+    `resize` is "crop" or "squash", or "model": as the network's own preprocessing does, "crop" where it has none.
+    `window` are the grey values of deep images that become black and white; None: as they are.
     """
     size = network.image_size
     rule = PixelRule(size)

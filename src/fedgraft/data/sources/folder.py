@@ -53,7 +53,10 @@ def owners(path: str | Path, classes: Sequence[str] | None = None, **options: Un
 def _assemble_folders(
     name: str, places: Sequence[tuple[Path, str]], classes: Sequence[str] | None, **options: Unpack[SourceOptions]
 ) -> Dataset:
-    """Return the dataset of these (folder, owner), which all have `train/` and `test/`, or none of them."""
+    """Return the dataset `name` of these (folder, owner), which all have `train/` and `test/`, or none of them.
+
+    `classes` and `options` are those of `assemble`.
+    """
     if not is_class_folder(places[0][0]):
         return assemble(name, [list_images(places)], classes, **options)
     train = list_images([(place / "train", owner) for place, owner in places])

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.sources.assemble import Dataset, SourceOptions, SourcePart, assemble
-from fedgraft.data.sources.npz_file import npz_names, read_npz, read_rows
+from fedgraft.data.sources.npz_file import npz_names, read_npz, read_plain_columns
 
 
 def npz(
@@ -69,7 +69,7 @@ def read_part(path: Path, part: str, names: dict[str, str | None]) -> SourcePart
     images = rgb(values[array_names["image"]], f"{array_names['image']} of {path}")
     part_affix = re.compile(rf"^{part}_|_{part}$" if part else "$^")
     columns: dict[str, Any] = {}
-    for name, column in read_rows(path).items():
+    for name, column in read_plain_columns(path).items():
         if len(column) == len(labels) and name not in array_names.values():
             columns[part_affix.sub("", name)] = column
     for key in ("site", "group"):

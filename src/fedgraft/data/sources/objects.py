@@ -82,7 +82,7 @@ def _parts_of_dict(data: Mapping[str, Any], test: Any) -> list[Any]:
 
 
 def _part_of_arrays(x: Any, y: Any, sites: Any = None, groups: Any = None) -> SourcePart:
-    """Return images and labels in memory as one part; images of one size stay an array."""
+    """Return images `x` and labels `y` in memory as one part; images of one size stay an array."""
     columns = {"site": sites, "group": groups}
     if not hasattr(x, "shape"):
         return SourcePart(from_arrays([plain_image(image) for image in x]), y, columns)
@@ -122,7 +122,7 @@ def plain_image(value: Any) -> Any:
 
 
 def _read_part(data: Any, names: dict[str, str | None]) -> SourcePart:
-    """Return a `datasets.Dataset` or a torch `Dataset` as one part."""
+    """Return a `datasets.Dataset` or a torch `Dataset` as one part; `names` are the columns, by purpose."""
     if hasattr(data, "__len__") and hasattr(data, "column_names") and hasattr(data, "features"):
         return from_columns(data, names)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
