@@ -131,12 +131,12 @@ def test_of_a_short_task_a_worker_says_nothing() -> None:
     sent: list[progress.News] = []
     relay = progress.Relay(sent.append)
     relay.note(Phase("x", unit="y"), 1, 2)
-    relay.between()
+    relay.finish_task()
     assert sent == []
     relay.last -= 10
     relay.note(Phase("x", unit="y"), 1, 2)
     relay.note(Phase("x", unit="y"), 1, 0)
-    relay.between()
+    relay.finish_task()
     assert sent == [[("x", "y", 1, 2)], [("x", "y", 1, 0)]]
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.network_digest import digest, sums
+from fedgraft.core.network_digest import checksums, digest
 from fedgraft.core.progress import EXTRACTION, phase
 from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
@@ -117,7 +117,7 @@ class CachedExamples:
         self.labels = examples.labels
         self.order = order
         prefix = digest(network, until)
-        self._sums = sums(network, until)
+        self._checksums = checksums(network, until)
         machine = [torch.__version__, str(torch.get_num_threads()), str(BLOCK), "class token by elements"]
         one_image = self._inputs(np.zeros(1, dtype=np.int64))
         self.sizes = self._batch_sizes(Path(folder), [prefix, str(until), key, *machine], tuple(one_image.shape[1:]))
@@ -135,7 +135,7 @@ class CachedExamples:
         self.cache = FeatureTable(Path(folder) / self.digest, self._views, len(examples), shape)
 
     def _batch_sizes(self, folder: Path, parts: list[str], shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the result of `stable_batch_sizes` for this network on this machine, from a file, or test it and store it.
+        """Return the result of `stable_batch_sizes` for this network here, from a file, or test it and store it.
 
         `parts` identify the network and the way torch computes; `shape` is that of one input.
         """
@@ -216,7 +216,7 @@ class CachedExamples:
         """
         if not len(places):
             return
-        if sums(self.network, self.entry) != self._sums:
+        if checksums(self.network, self.entry) != self._checksums:
             raise FedgraftError(
                 "E-DATA-CACHE-STALE",
                 f"the weights before entry {self.entry} have changed, so cached features are void",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
-from fedgraft.core.roles import means
+from fedgraft.core.roles import covers
 
 A_SUFFIX = ".lora_A.default.weight"
 B_SUFFIX = ".lora_B.default.weight"
@@ -157,7 +157,7 @@ def _no_such_target(target: str, linear: Sequence[str], first_block: int) -> Fed
 def _matches(name: str, target: str) -> bool:
     """Return whether a target (keyword, last part of a name, or glob) matches the name of a layer."""
     if target in KEYWORDS:
-        return means(target, f"{name}.weight")
+        return covers(target, f"{name}.weight")
     return name.rpartition(".")[2] == target or fnmatchcase(name, target)
 
 

@@ -359,5 +359,5 @@ def _serve(work: Work | bytes, channel: _Channel, inherited: list[Connection]) -
                 header = {"error": {"code": error.code, "message": error.message, "hint": error.hint}}
             except Exception as error:
                 header = {"crash": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-            relay.between()
+            relay.finish_task()
             channel.send(header, answer)

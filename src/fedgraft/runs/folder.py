@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import json_ready, logging_to, make_folder, repair
+from fedgraft.core.files import drop_incomplete_line, json_ready, logging_to, make_folder
 from fedgraft.core.store import LockTaken, locked, write_all, write_text
 from fedgraft.report.run_record import RunRecord
 
@@ -82,7 +82,7 @@ class RunFolder(RunRecord):
             self._end = ("interrupted", "")
             self._set_status("running")
             self._record_environment()
-            repair(self.metrics_path)
+            drop_incomplete_line(self.metrics_path)
             self._metrics = os.open(self.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 yield

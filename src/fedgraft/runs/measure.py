@@ -169,7 +169,7 @@ class Measure:
         """
         federation = self.setup.federation
         candidates = federation.evaluated if split == "test" else federation.members
-        clients = [client for client in candidates if federation.there(client, round)]
+        clients = [client for client in candidates if federation.takes_part(client, round)]
         if self.needs_sums and self.setup.algorithm.privacy.collects_sum:
             return self._measure_by_hidden_sum(vector, round, split, clients)
         classes = self.setup.task.network.classes
@@ -254,10 +254,10 @@ class Measure:
         }
         if self.metric_names:
             settings["scores"] = True
-        common_tensors = self.setup.algorithm.aggregate.gives(state)
+        common_tensors = self.setup.algorithm.aggregate.request_tensors(state)
         requests = []
         for client in federation.evaluated:
-            if not federation.there(client, state.round) or not len(data.test_rows(client)):
+            if not federation.takes_part(client, state.round) or not len(data.test_rows(client)):
                 continue
             model = state.model_of(client)
             space = self.opened.space.digest

@@ -19,7 +19,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.core.files import json_ready, read_metrics, repair, without_timing
+from fedgraft.core.files import drop_incomplete_line, json_ready, read_metrics, without_timing
 from fedgraft.core.store import write_text
 from fedgraft.runs import checkpoint
 from fedgraft.runs.checkpoint import BadCheckpoint
@@ -98,7 +98,7 @@ class RoundLog:
         public_key = ""
         if self.signing_key is not None:
             public_key = self.signing_key.public_key().public_bytes_raw().hex()
-        repair(self.path)
+        drop_incomplete_line(self.path)
         texts = [self._line({"run": run, "key": public_key})]
         if after is not None and self.path.is_file():
             for line in _read_lines(self.path)[1:]:
