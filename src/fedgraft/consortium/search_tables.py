@@ -74,7 +74,7 @@ def write_search_tables(trials: Sequence[Trial], root: Path) -> None:
         run_rows += _run_rows(trial)
     root.mkdir(parents=True, exist_ok=True)
     write_text(root / "table.md", statistics.markdown_table(header, cells) + "\n")
-    write_text(root / "table.tex", statistics.latex(header, cells))
+    write_text(root / "table.tex", statistics.latex_table(header, cells))
     write_text(root / "table.csv", as_csv(table))
     write_text(root / "runs.csv", as_csv(run_rows))
 

@@ -338,7 +338,12 @@ def _config(
     }
     dp = algorithm.privacy.noise
     if dp is not None:  # the account reads the config
-        noise = {"noise": dp.mechanism.noise, "clip": dp.clip, "adaptive": dp.adaptive is not None, "secret": dp.bound}
+        noise = {
+            "noise": dp.mechanism.noise,
+            "clip": dp.clip,
+            "adaptive": dp.adaptive is not None,
+            "secret": dp.bound_to_sum,
+        }
         sampling = {"sampling": "poisson", "fraction": dp.mechanism.probability}
         base = merge(base, {"privacy": {"dp": noise}, "rounds": sampling})
     config = validate(merge(base, tables))

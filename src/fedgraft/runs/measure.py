@@ -227,7 +227,7 @@ class Measure:
 
         fields = {}
         for prefix in prefixes:
-            for name, shape in scores.shapes(classes).items():
+            for name, shape in scores.sum_layouts(classes).items():
                 fields[f"{prefix}{name}"] = Field(shape.shape, torch.float64, shape.limit)
         return fields, implausible
 
@@ -339,7 +339,7 @@ def validated_sums(response: Response, classes: int) -> dict[str, Tensor]:
     `classes` is the number of classes.
     """
     sums: dict[str, Tensor] = {}
-    for name in scores.shapes(classes):
+    for name in scores.sum_layouts(classes):
         tensor = response.sums.get(name)
         if tensor is None or not scores.is_plausible_sum(name, tensor, classes):
             raise FedgraftError(

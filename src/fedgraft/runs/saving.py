@@ -77,7 +77,7 @@ def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequenc
     if account is None or config.privacy.dp is None:
         return {}
     noise = algorithm.privacy.noise
-    follows_secret = noise is not None and noise.bound
+    follows_secret = noise is not None and noise.bound_to_sum
     record: dict[str, Any] = {
         "epsilon": account.epsilon,
         "epsilon_without_amplification": account.unamplified,

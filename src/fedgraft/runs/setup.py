@@ -109,7 +109,7 @@ class RunSetup:
                 curvature = head_curvature(task, algorithm)
             algorithm = with_default_rates(algorithm, curvature, from_random=config.head == "random")
         cohort_secret = b""
-        if algorithm.privacy.noise is not None and algorithm.privacy.noise.bound:
+        if algorithm.privacy.noise is not None and algorithm.privacy.noise.bound_to_sum:
             cohort_secret = _derived(circumstances.secret, "cohorts")
         membership: dict[str, Any] = {}
         if not parts.from_objects:
@@ -356,7 +356,7 @@ def _with_noise_key(
     dp = algorithm.privacy.noise
     if dp is None:
         return algorithm
-    follows_secret = dp.bound
+    follows_secret = dp.bound_to_sum
     if circumstances.deployed and config.privacy.dp is not None and config.engine != "flower-sim":
         if data.blind:
             raise FedgraftError(
@@ -379,7 +379,7 @@ def _with_noise_key(
     else:
         key = simulation_key(config.seed)
     assert isinstance(algorithm.privacy, Private)
-    keyed = replace(dp, key=key, bound=follows_secret)
+    keyed = replace(dp, key=key, bound_to_sum=follows_secret)
     return vary(algorithm, privacy=replace(algorithm.privacy, dp=keyed))
 
 

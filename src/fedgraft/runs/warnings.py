@@ -116,7 +116,7 @@ def _dominant_noise(setup: RunSetup, opened: OpenRun) -> list[str]:
 def _repeatable_noise(setup: RunSetup) -> list[str]:
     """Warn of noise that anybody can compute from the seed."""
     dp = setup.algorithm.privacy.noise
-    if dp is None or dp.bound:
+    if dp is None or dp.bound_to_sum:
         return []
     return [
         "REPEATABLE, FOR EXPERIMENTS: noise and cohorts follow from the public seed, so this epsilon protects "

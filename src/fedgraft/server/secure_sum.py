@@ -165,7 +165,7 @@ class SecureSession:
         for client, data in sorted(outbox.items()):
             requests.append(stage_request(self.requests[client], stage, data))
         self.down += sum(map(wire_size, requests))
-        size = server.largest(stage)
+        size = server.largest_answer(stage)
         answered: set[int] = set()
         group = max(_GROUP, _HELD_BYTES // size)  # an engine may hold all responses until the last is there
         for begin in range(0, len(requests), group):

@@ -395,7 +395,7 @@ def hostile(victim: int, other: int) -> dict[str, Tamper]:
     drive(SecureServer(old_plan), old)
     own = Identity.fresh()
     fake = secure_keys.public_key(b"k" * 32) * 2 + own.public + hashlib.sha256(b"").digest()
-    signature = secure_keys.sign(own.private, make(7)[0].bound("advert", other, fake.hex()))
+    signature = secure_keys.sign(own.private, make(7)[0].context_bytes("advert", other, fake.hex()))
     forged = secure_client.as_tensor(fake + signature)
 
     def at(when: str, update: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Tamper:
@@ -585,7 +585,7 @@ def test_a_registry_from_outside_is_closed_and_identities_survive_storage() -> N
     with raises("E-REFUSED-SECURE-SUM", check="identity"):
         again.recognise(10, b"b" * 32)
     with raises("E-REFUSED-REPEAT"):
-        again.serve(make(3, round=3)[0])
+        again.record_served(make(3, round=3)[0])
 
 
 # ---- wire, storage, malformed answers -------------------------------------------------------------------------------
