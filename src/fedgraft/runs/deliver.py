@@ -131,7 +131,7 @@ def _delivered(summary: Summary) -> str:
 
 
 def _metrics(summary: Summary) -> dict[str, object]:
-    """Return the rows of the card's table of metrics, those of the test first."""
+    """Return the rows of the card's table of metrics by name, those of the test first."""
     test = summary.get("test") or {}
     rows: dict[str, object] = {}
     if "accuracy" in test:

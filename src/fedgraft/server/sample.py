@@ -58,7 +58,7 @@ def instruct(
     origin: Tensor | None = None,
     rate_factor: float = 1.0,
 ) -> list[Request]:
-    """Return one training request per client of the cohort.
+    """Return one training request per client of the cohort; none is sent yet.
 
     Args:
         space: digest of the edit space.

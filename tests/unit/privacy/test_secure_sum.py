@@ -499,14 +499,14 @@ def test_a_client_refuses_a_hostile_server(lie: str) -> None:
     [
         ("verify_signature", lambda *args: True, ["split view", "changed signature", "signatures of others"]),
         ("recognise", lambda *args: None, ["forged keys under a new identity"]),
-        ("_need", lambda *args: None, ["too few survivors", "too few signatures"]),
+        ("_require_holders", lambda *args: None, ["too few survivors", "too few signatures"]),
     ],
 )
 def test_without_a_guard_the_lie_passes_that_stage(
     guard: str, broken: Any, lies: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted bugs: each guard taken out lets a lie through that the test above catches."""
-    owner = {"verify_signature": secure_keys, "recognise": Identity, "_need": SecureClient}[guard]
+    owner = {"verify_signature": secure_keys, "recognise": Identity, "_require_holders": SecureClient}[guard]
     monkeypatch.setattr(owner, guard, broken)
     for lie in lies:
         stage = {"forged keys under a new identity": "shares", "too few survivors": "consistency"}.get(lie, "unmask")

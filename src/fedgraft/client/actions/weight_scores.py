@@ -29,7 +29,7 @@ _SCORE_SETTINGS = {**_SHARE_SETTINGS, "estimator": str, "labels": str, "batch": 
 
 
 def _named_weights(settings: Mapping[str, Scalar]) -> list[str]:
-    """Return the names of the parameters that a request is about."""
+    """Return the names of the parameters that a request is about, from its setting "names"."""
     return str(settings["names"]).split("\n")
 
 

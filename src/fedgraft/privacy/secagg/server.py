@@ -367,7 +367,7 @@ class SecureServer:
         )
 
     def _table(self, client: int, rows: Mapping[int, bytes], name: str, width: int) -> dict[str, Tensor]:
-        """Return the rows of a client's neighbours, of those in `rows`, as a table of `width` bytes called `name`, and "ids"."""
+        """Return the `rows` of a client's neighbours as a table of `width` bytes under `name`, and their "ids"."""
         ids = [neighbour for neighbour in self.ties[client] if neighbour in rows]
         table = as_tensor([rows[neighbour] for neighbour in ids]).view(-1, width)
         return {"ids": torch.tensor(ids, dtype=torch.int64), name: table}
