@@ -92,7 +92,7 @@ def sweep(
     import_runtime()
     from fedgraft.consortium.search import Search, SearchPlan
     from fedgraft.consortium.search_space import parse_axis
-    from fedgraft.consortium.search_tables import best, rows
+    from fedgraft.consortium.search_tables import best_trial, setting_rows
 
     base = config_of(overrides)
     axes = tuple(parse_axis(text) for text in over or [])
@@ -100,8 +100,8 @@ def sweep(
     root = folder or Path("sweeps") / base.name
     with resumable():
         results = Search(plan, root, typer.echo).run(processes)
-    print_settings(rows(results))
-    winner = best(results)
+    print_settings(setting_rows(results))
+    winner = best_trial(results)
     if winner is not None:
         typer.echo(f"best on validation: {winner.label}")
         if not any(summary["best_round"] for summary in winner.summaries.values()):

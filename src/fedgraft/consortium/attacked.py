@@ -64,13 +64,12 @@ def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, sh
     setup, opened, state = made
     with one_thread():
         opened.context.load_model(state.vector)
-        write_text(folder / OUTCOME, json.dumps(outcome(setup, opened)) + "\n")
+        write_text(folder / OUTCOME, json.dumps(measure_attacked(setup, opened)) + "\n")
     shutil.rmtree(folder / "checkpoints")  # a table has a hundred runs, and nobody will resume or export one
 
 
-def outcome(setup: RunSetup, opened: OpenRun) -> dict[str, float | None]:
-    """Return test accuracy and success rate of the trigger for the model that is loaded in the network.
-
+def measure_attacked(setup: RunSetup, opened: OpenRun) -> dict[str, float | None]:
+    """Measure the model that is loaded in the network: return its test accuracy and the trigger's success rate.
     The success rate ("backdoor") is the share of marked test images of other classes that get the target class; None
     without pixels to mark.
     """

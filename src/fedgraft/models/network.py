@@ -225,7 +225,10 @@ class VisionNetwork(nn.Module):
         return tuple(dict.fromkeys((early, middle, last)))
 
     def activations(self, inputs: Tensor, layers: Iterable[str], entry: int = 0) -> dict[str, Tensor]:
-        """Return outputs of the named layers, one vector per image: the mean over tokens or over the map."""
+        """Return outputs of the named layers, one vector per image: the mean over tokens or over the map.
+
+        `inputs` enter the network at block `entry`.
+        """
         outputs: dict[str, Tensor] = {}
 
         def recorder(name: str) -> Callable[..., None]:
