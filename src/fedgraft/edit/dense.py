@@ -59,7 +59,7 @@ class Dense:
     def open(
         self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None
     ) -> TrainableSetup:
-        """Return the space of the selected tensors; no client is asked."""
+        """Return the space of the selected tensors; `ask` and `saved` are not used, as it follows from the kind."""
         self.check(network)
 
         def included(name: str) -> bool:

@@ -110,7 +110,10 @@ def initial_a(shape: tuple[int, ...], seed: int, *where: int | str) -> Tensor:
 
 
 def target_layers(network: Network, targets: Sequence[str], first_block: int = 0) -> list[str]:
-    """Return the names of the backbone's linear layers that match the targets; each target must match a layer."""
+    """Return the names of the backbone's linear layers from `first_block` on that match the targets.
+
+    Raises if a target matches no layer.
+    """
     linear = []
     for name, module in cast(nn.Module, network).named_modules():
         if not isinstance(module, nn.Linear) or not name.startswith("backbone."):
@@ -130,7 +133,7 @@ def target_layers(network: Network, targets: Sequence[str], first_block: int = 0
 
 
 def _no_such_target(target: str, linear: Sequence[str], first_block: int) -> FedgraftError:
-    """Return the error for a target that matches no layer; it lists the targets that would match one."""
+    """Return the error for a target that matches none of the `linear` layers; it lists targets that would match one."""
     where = "the backbone"
     if first_block:
         where = f"the backbone from block {first_block} on"

@@ -145,7 +145,7 @@ def apply_edit(network: Network, edit: Edit, scale: float = 1.0) -> Applied:
 
 @contextmanager
 def applied(network: Network, edit: Edit, scale: float = 1.0) -> Iterator[Network]:
-    """Apply the edit inside the `with` block; the base is restored, bit for bit, after it."""
+    """Yield the network with `scale` times the edit added, in place; the base is restored, bit for bit, after it."""
     handle = apply_edit(network, edit, scale)
     try:
         yield network
@@ -185,7 +185,7 @@ def add_edits(
     """Return the sum of edits of one base, on the union of their spaces; summed in float64, rounded once.
 
     `scales` multiply the edits (None: 1 each). With `merge` (TIES, DARE, Fisher) return its weighted mean instead;
-    scales are then the weights.
+    scales are then the weights. `name` is the new edit's.
     """
     if not edits:
         raise FedgraftError("E-EDIT-ADD-NONE", "there are no edits to add", "give at least one")

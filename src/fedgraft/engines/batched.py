@@ -355,7 +355,10 @@ class Batched(Memories):
     def _response(
         self, task: _ClientTask, weight: Tensor, bias: Tensor, loss: float, effective_steps: float
     ) -> Response:
-        """Return the response of one client from its trained head: weight (k, d), bias (k, 1), mean training loss."""
+        """Return the response of one client from its trained head: weight (k, d), bias (k, 1), mean training loss.
+
+        `effective_steps` are those of its training, for the links of the update.
+        """
         request = task.request
         assert request.vector is not None
         update = torch.cat([weight.reshape(-1), bias.view(-1)]).sub_(request.vector)

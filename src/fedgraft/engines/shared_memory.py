@@ -69,7 +69,7 @@ class SharedBuffer:
         return [len(part) for part in parts]
 
     def read(self, sizes: Sequence[int]) -> Parts:
-        """Return views of the parts, valid until either side writes again."""
+        """Return views of the parts of these sizes in bytes, valid until either side writes again."""
         view = self._view(sum(sizes))
         begin = 0
         parts = []
