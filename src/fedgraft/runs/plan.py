@@ -16,6 +16,8 @@ from fedgraft.config.load import Config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Payload, Response, wire_size
 from fedgraft.core.progress import phase
+from fedgraft.data.pixels.store import ImageStore
+from fedgraft.data.sources.assemble import Store
 from fedgraft.edit.sparse import Sparse
 from fedgraft.report.display import size
 from fedgraft.runs.engines import Engines
@@ -24,6 +26,9 @@ from fedgraft.runs.reporting import setup_line
 from fedgraft.runs.setup import SECRET_BYTES, Circumstances, RunParts, RunSetup, parts_from_config
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import sample as server
+
+DECODED_BY_PLAN = 2_000
+"""Number of images up to which a plan decodes all of them."""
 
 
 def check_setup(setup: RunSetup) -> None:
@@ -51,7 +56,7 @@ def plan_run(config: Config) -> list[str]:
     The network and the data are loaded, nothing is trained. Bytes are exact for one message; totals assume that every
     client answers.
     """
-    parts = _without_calibration(parts_from_config(config))
+    parts = _without_stored_images(_without_calibration(parts_from_config(config)))
     setup = RunSetup.build(parts, Circumstances(secret=os.urandom(SECRET_BYTES)))  # nothing of a plan is released
     check_setup(setup)
     engines = Engines(setup)
@@ -83,6 +88,26 @@ def _without_calibration(parts: RunParts) -> RunParts:
         return parts
     random_mask = replace(trainable, strategy="random", per_client=False, merge="score_mean")
     return replace(parts, algorithm=vary(parts.algorithm, trainable=random_mask))
+
+
+def _without_stored_images(parts: RunParts) -> RunParts:
+    """Return the parts whose images are decoded one by one as the plan needs them, where there are many.
+
+    A plan must not wait until all images are decoded, nor fill the disk. Of few images all are decoded, so that the
+    plan refuses those that cannot be read.
+    """
+    data = parts.task.data
+    dataset = replace(
+        data.dataset, train=_decoded_when_used(data.dataset.train), test=_decoded_when_used(data.dataset.test)
+    )
+    return replace(parts, task=replace(parts.task, data=replace(data, dataset=dataset)))
+
+
+def _decoded_when_used(store: Store) -> Store:
+    """Return the store, without stored pixels if it has many images."""
+    if isinstance(store, ImageStore) and len(store) > DECODED_BY_PLAN:
+        return replace(store, keeps_pixels=False)
+    return store
 
 
 def _message_bytes(setup: RunSetup, opened: OpenRun) -> tuple[int, int]:
