@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -19,8 +20,9 @@ from fedgraft.core.progress import phase
 from fedgraft.data.pixels.store import ImageStore
 from fedgraft.data.sources.assemble import Store
 from fedgraft.edit.sparse import Sparse
-from fedgraft.report.display import size
+from fedgraft.report.values import clock, size
 from fedgraft.runs.engines import Engines
+from fedgraft.runs.estimate import Estimate, estimate_run, require_room
 from fedgraft.runs.open_run import OpenRun, open_run
 from fedgraft.runs.reporting import setup_line
 from fedgraft.runs.setup import SECRET_BYTES, Circumstances, RunParts, RunSetup, parts_from_config
@@ -51,10 +53,10 @@ def check_setup(setup: RunSetup) -> None:
 
 
 def plan_run(config: Config) -> list[str]:
-    """Return the lines of `--dry-run`: what trains, the data, the local work, the bytes, and warnings.
+    """Return the lines of `--dry-run`: what trains, the data, the local work, bytes, memory, disk, time, and warnings.
 
-    The network and the data are loaded, nothing is trained. Bytes are exact for one message; totals assume that every
-    client answers.
+    The network and the data are loaded; a few images are decoded and trained on, to measure memory and time. Bytes are
+    exact for one message; totals assume that every client answers. A run that cannot fit is refused.
     """
     parts = _without_stored_images(_without_calibration(parts_from_config(config)))
     setup = RunSetup.build(parts, Circumstances(secret=os.urandom(SECRET_BYTES)))  # nothing of a plan is released
@@ -76,8 +78,29 @@ def plan_run(config: Config) -> list[str]:
         f"bytes: {size(down)} down and {size(up)} up per client and round; {size(down * exchanges)} down and "
         f"{size(up * exchanges)} up in all{_head_bytes(setup)}",
     ]
+    estimate = estimate_run(setup, opened, engines)
+    require_room(estimate, Path.cwd())
+    lines += _estimate_lines(estimate)
     for warning in warnings_for(setup, opened, engines):
         lines.append(f"warning: {warning}")
+    return lines
+
+
+def _estimate_lines(estimate: Estimate) -> list[str]:
+    """Return what the run will need of memory, disk and time, as lines of the plan."""
+    memory = f"memory: about {size(estimate.host_bytes)}"
+    if estimate.device_bytes:
+        memory += f", and {size(estimate.device_bytes)} on the device"
+    lines = [memory]
+    if estimate.disk_bytes:
+        parts = [f"{size(count)} for {purpose}" for purpose, count in estimate.disk_bytes.items()]
+        lines.append(f"disk: at most {', '.join(parts)}")
+    longest = sorted(estimate.seconds.items(), key=lambda item: -item[1])
+    parts = [f"{purpose} {clock(seconds)}" for purpose, seconds in longest if seconds >= 1]
+    time_line = f"time: about {clock(estimate.total_seconds)} on this machine"
+    if len(parts) > 1:
+        time_line += f" ({', '.join(parts)})"
+    lines.append(time_line)
     return lines
 
 
