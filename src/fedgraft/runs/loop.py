@@ -17,6 +17,7 @@ from fedgraft.config.load import Config, to_toml
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import check_place
+from fedgraft.core.interrupts import InterruptMonitor
 from fedgraft.core.progress import phase, shown_by, watching
 from fedgraft.core.state import ServerState, from_tensors, to_tensors
 from fedgraft.local.memory import one_thread
@@ -317,24 +318,26 @@ class _Run:
 
         An interrupt saves the state before the round under way. Raises if no response of any round could be used.
         """
-        while state.round < self.config.rounds.total:
-            best = self.tally.best
-            self.stop = _first_stop((callback, callback.on_round_start(state, best)) for callback in self.callbacks)
-            if self.stop is not None:
-                break
-            memories_before = dict(self.engine.memory)
-            tally_before = self.tally
-            try:
-                state = self._one_round(state)
-            except KeyboardInterrupt:  # half a round must not leave traces: save as it was before
-                self.engine.memory = memories_before
-                self.tally = tally_before
-                self._save(state)
-                raise
-            for callback in self.callbacks:
-                callback.on_round_committed(state)
-            if self.stop is not None:
-                break
+        with InterruptMonitor() as interrupts:
+            while state.round < self.config.rounds.total:
+                best = self.tally.best
+                self.stop = _first_stop((callback, callback.on_round_start(state, best)) for callback in self.callbacks)
+                if self.stop is not None:
+                    break
+                memories_before = dict(self.engine.memory)
+                tally_before = self.tally
+                try:
+                    interrupts.raise_if_interrupted()
+                    state = self._one_round(state)
+                except KeyboardInterrupt:  # half a round must not leave traces: save as it was before
+                    self.engine.memory = memories_before
+                    self.tally = tally_before
+                    self._save(state)
+                    raise
+                for callback in self.callbacks:
+                    callback.on_round_committed(state)
+                if self.stop is not None:
+                    break
         if state.round == self.config.rounds.total:
             self.stop = None  # a stop after the last round is its usual end
         if self.stop is not None:
