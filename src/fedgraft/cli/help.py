@@ -91,7 +91,7 @@ class Command(TyperCommand):
     """A command whose help explains every argument."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; for a mistyped option suggest only a close match."""
+        """Parse the arguments and return the rest (click); for a mistyped option suggest only a close match."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

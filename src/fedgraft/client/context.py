@@ -98,7 +98,7 @@ class ClientContext:
 
 
 def shared_and_private(algorithm: Algorithm, network: Network, space: EditSpace) -> tuple[EditSpace, EditSpace | None]:
-    """Split the trained edit space into what clients share and what each keeps to itself (None: nothing).
+    """Return (what clients share, what each keeps to itself) of the trained edit space; None: it keeps nothing.
 
     With `client_state.within` the private coordinates are those of `space` only; otherwise they are all of the network
     that the algorithm calls private, trained by the common space or not.

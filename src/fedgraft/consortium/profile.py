@@ -59,8 +59,7 @@ class Profile:
 
 
 def profile_run(folder: Path) -> Profile:
-    """Profile a finished run: time and traffic by phase from its record, time by layer measured now.
-
+    """Return the profile of a finished run: time and traffic by phase from its record, time by layer measured now.
     Writes profile.json and figures/profile.png into its folder and renews the report.
     """
     lines = RunFolder.open(folder).metrics()

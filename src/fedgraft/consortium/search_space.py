@@ -57,7 +57,7 @@ def _is_number(value: object) -> bool:
 
 
 def parse_axis(text: str) -> Axis:
-    """Parse `local.lr=0.01,0.1`, `partition.kind=iid,classes`, or a range such as `local.lr=log:0.001:0.1`."""
+    """Return the axis of a text: `local.lr=0.01,0.1`, `partition.kind=iid,classes`, or `local.lr=log:0.001:0.1`."""
     key, _, values_text = text.partition("=")
     if key not in known_keys():
         validate(parse_override(f"{key or text}=0"))  # raises an error that suggests the nearest option

@@ -85,7 +85,10 @@ def cell_command(cell: Cell, file: Path) -> list[str]:
 
 
 def _start(cell: Cell) -> subprocess.Popen[bytes]:
-    """Start a cell in a process with a session of its own, so that Ctrl-C reaches it only through `process_cells`."""
+    """Start a cell in a process of its own and return the process; writes its config and output beside its folder.
+
+    It has a session of its own, so that Ctrl-C reaches it only through `process_cells`.
+    """
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     file = _beside(cell.folder, ".toml")
     write_text(file, to_toml(cell.config))

@@ -36,7 +36,7 @@ def in_range(make: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(make)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        """Convert and check the arguments, then call the function."""
+        """Convert and check the arguments, then call the function and return its result."""
         bound = known.bind(*args, **kwargs)
         bound.arguments |= validated_numbers(make.__name__, make, bound.arguments)
         return make(*bound.args, **bound.kwargs)

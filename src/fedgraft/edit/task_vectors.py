@@ -136,7 +136,10 @@ def check_base(network: Network, edit: Edit) -> None:
 
 
 def apply_edit(network: Network, edit: Edit, scale: float = 1.0) -> Applied:
-    """Write base + scale * edit into the network, in place; raise an error if it is not the edit's base."""
+    """Write base + scale * edit into the network, in place, and return the handle that undoes it.
+
+    Raises if the network is not the edit's base.
+    """
     check_base(network, edit)
     before = edit.space.gather(network)
     edit.space.scatter(_add_update(before, edit.update(scale)), network)

@@ -40,7 +40,7 @@ class LocalEngine(Protocol):
     memory: dict[int, ClientMemory]
 
     def exchange(self, requests: Sequence[Request]) -> Iterable[Response | tuple[int, str]]:
-        """Carry out the requests; (client, reason) stands for a client that did not answer."""
+        """Carry out the requests and return the responses; (client, reason) for a client that did not answer."""
         ...
 
 

@@ -368,7 +368,7 @@ class Batched(Memories):
 
 
 def _chunks(tasks: list[_ClientTask]) -> list[list[_ClientTask]]:
-    """Divide the tasks into chunks of at most `CHUNK` with equal steps and rates and about equal batch sizes."""
+    """Return the tasks in chunks of at most `CHUNK` with equal steps and rates and about equal batch sizes."""
     ordered = sorted(tasks, key=lambda task: (len(task.sizes), task.learning_rate, task.sizes[0], task.place))
     chunks = []
     for _, group in groupby(ordered, key=lambda task: (len(task.sizes), task.learning_rate)):

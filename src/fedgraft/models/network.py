@@ -56,7 +56,7 @@ class Dropout(nn.Module):
         self.generator: torch.Generator | None = None
 
     def forward(self, values: Tensor) -> Tensor:
-        """Zero a share p of the values and scale up the rest, in training only."""
+        """Return the values, in training with a share p of them zero and the rest scaled up."""
         if not self.training or self.p == 0.0:
             return values
         if self.generator is None:

@@ -247,7 +247,7 @@ class Clear:
         return {}
 
     def labels(self) -> list[str]:
-        """Name the protections, for a line of the log."""
+        """Return the names of the protections, for a line of the log."""
         return []
 
     def identity_words(self) -> list[str]:
@@ -292,11 +292,11 @@ class Secure(Clear):
         return notes
 
     def labels(self) -> list[str]:
-        """Name the protection."""
+        """Return the name of the protection."""
         return ["secure aggregation"]
 
     def identity_words(self) -> list[str]:
-        """Sums are rounded to fixed-point numbers."""
+        """Return ["secure"]: sums are rounded to fixed-point numbers."""
         return ["secure"]
 
 
@@ -336,7 +336,7 @@ class Private(Clear):
         return self.dp.advance_from_updates(step, updates, within)
 
     def labels(self) -> list[str]:
-        """Name the protection."""
+        """Return the name of the protection."""
         return ["noise"]
 
     def uncovered(self) -> list[str]:
@@ -369,11 +369,11 @@ class SecureAndPrivate(Private):
         return self.dp.advance_from_sum(step, total, within, counted, collected.rounding)
 
     def labels(self) -> list[str]:
-        """Name both protections."""
+        """Return the names of both protections."""
         return ["secure aggregation", "noise"]
 
     def identity_words(self) -> list[str]:
-        """Sums are rounded to fixed-point numbers."""
+        """Return ["secure"]: sums are rounded to fixed-point numbers."""
         return ["secure"]
 
     def uncovered(self) -> list[str]:

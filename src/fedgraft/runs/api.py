@@ -99,7 +99,7 @@ class Result:
         return self.predictor.evaluate(data)
 
     def save_pretrained(self, folder: str | Path, kind: str = "merged") -> Path:
-        """Write a folder that `transformers` loads, with the preprocessing of training; or an "adapter" or "edit"."""
+        """Write a folder that `transformers` loads, or by `kind` an "adapter" or "edit"; return the folder."""
         return deliver(self.adapted, self.summary, folder, kind, self.folder.resolve().name)
 
     def module(self) -> nn.Module:

@@ -136,7 +136,7 @@ class Measure:
         return summary
 
     def validation(self, vector: Tensor, round: int) -> Measurement:
-        """Measure the common model on the validation images (on the clients' training images if there are none).
+        """Return the common model's measurement on the validation images (on training images if there are none).
 
         Where clients hold these images, those that take part in `round` are asked; else the model stays in the network.
         """
@@ -145,7 +145,7 @@ class Measure:
         return self._measure_here(vector, self.opened.context.examples, self.setup.evaluation_rows)
 
     def test(self, vector: Tensor, round: int) -> Measurement:
-        """Measure the common model on the test images; `round` as in `validation`."""
+        """Return the common model's measurement on the test images; `round` as in `validation`."""
         if self.setup.task.data.blind:
             return self._measure_at_clients(vector, round, "test")
         tests = self.opened.context.tests
@@ -153,7 +153,7 @@ class Measure:
         return self._measure_here(vector, tests, torch.arange(len(tests.labels)))
 
     def _measure_here(self, vector: Tensor, examples: Examples, rows: Tensor) -> Measurement:
-        """Measure a model on images that the server has; the model stays loaded in the network."""
+        """Return a model's measurement on images that the server has; the model stays loaded in the network."""
         context = self.opened.context
         context.load_model(vector)
         self.setup.cache_features(examples, rows)
@@ -163,7 +163,7 @@ class Measure:
         return Measurement(plain, sums)
 
     def _measure_at_clients(self, vector: Tensor, round: int, split: str) -> Measurement:
-        """Measure the common model on the images of a split that the clients hold; they send counts and sums only.
+        """Return the common model's measurement on images of a split that the clients hold; they send sums only.
 
         Requests go to the clients that take part in this round.
         """
@@ -190,7 +190,7 @@ class Measure:
         return Measurement(plain, scores.merge_scores(sums, classes))
 
     def _measure_by_hidden_sum(self, vector: Tensor, round: int, split: str, clients: Sequence[int]) -> Measurement:
-        """Measure the common model by a secure sum of these clients' scores on the split; the result is cached.
+        """Return the common model's measurement by a secure sum of these clients' scores on the split; it is cached.
 
         `round` numbers the sum, which clients serve once.
         """

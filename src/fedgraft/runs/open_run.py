@@ -77,7 +77,7 @@ def open_run(
     saved: Mapping[str, Tensor] | None = None,
     probe: FeatureExamples | None = None,
 ) -> OpenRun:
-    """Open the edit space of a run: choose what trains on its network, and make the contexts of clients and server.
+    """Choose what trains on the network of a run, and return its edit space with the contexts of clients and server.
 
     Args:
         engines: carry out requests to the clients, where the trainable kind asks for some (a mask is calibrated). None:

@@ -98,7 +98,10 @@ class RunSetup:
 
     @classmethod
     def build(cls, parts: RunParts, circumstances: Circumstances | None = None) -> RunSetup:
-        """Return the setup of these parts with their open values filled in; raise an error if it cannot work."""
+        """Return the setup of these parts with what only a run knows: keys of noise, default rates, who takes part.
+
+        For training, the head's curvature is measured on some images. Raises if the run cannot work.
+        """
         circumstances = circumstances or Circumstances()
         config = parts.config
         task = parts.task

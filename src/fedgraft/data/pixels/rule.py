@@ -94,7 +94,7 @@ def _open_upright(source: Source, max_pixels: int) -> Image:
 
 
 def _open_header(source: Path | bytes, max_pixels: int) -> Image:
-    """Open a file or encoded image of a permitted format and size; nothing is decoded yet."""
+    """Return a file or encoded image opened by Pillow, of a permitted format and size; nothing is decoded yet."""
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(source, Path):

@@ -137,7 +137,7 @@ class Transform:
         return randaugment(images, generator)
 
     def _normalise(self, images: Tensor) -> Tensor:
-        """Subtract the mean and divide by the standard deviation of each channel."""
+        """Return the images minus the mean, divided by the standard deviation of each channel."""
         mean = torch.tensor(self.mean).view(3, 1, 1)
         std = torch.tensor(self.std).view(3, 1, 1)
         return ((images - mean) / std).contiguous()

@@ -23,7 +23,7 @@ def npz(
     classes: Sequence[str] | None = None,
     **options: Unpack[SourceOptions],
 ) -> Dataset:
-    """Read the arrays `{image}_train` and `{label}_train` (or `train_{image}`, or just `{image}`), `_test` likewise.
+    """Return the dataset of arrays `{image}_train` and `{label}_train` (or `train_{image}`, or `{image}`), and `_test`.
 
     Images are uint8 (N, height, width), (N, height, width, 3) or (N, 3, height, width). An array `classes` may name
     the labels.
@@ -79,7 +79,10 @@ def read_part(path: Path, part: str, names: dict[str, str | None]) -> SourcePart
 
 
 def rgb(images: np.ndarray, where: str = "the array") -> np.ndarray:
-    """Return images (N, H, W), (N, H, W, C) or (N, C, H, W) of 1, 3 or 4 channels as (N, H, W, 3); alpha is dropped."""
+    """Return images (N, H, W), (N, H, W, C) or (N, C, H, W) of 1, 3 or 4 channels as (N, H, W, 3); alpha is dropped.
+
+    `where` names the array in the error.
+    """
     channels_last = images.ndim == 4 and images.shape[3] in (1, 3, 4)
     channels_first = images.ndim == 4 and not channels_last and images.shape[1] in (1, 3, 4)
     if images.dtype != np.uint8 or not (images.ndim == 3 or channels_first or channels_last):

@@ -28,7 +28,7 @@ def arrays(
     test: Sequence[Any] | None = None,
     **options: Unpack[SourceOptions],
 ) -> Dataset:
-    """Take images as an array of bytes (or of these divided by 255) or a list of arrays or Pillow images, and labels.
+    """Return a dataset of images and labels in memory: bytes (or these divided by 255), or a list of images.
 
     Labels are names or numbers; `test` is (x, y[, sites[, groups]]).
     """
@@ -48,7 +48,7 @@ def dataset(
     classes: Sequence[str] | None = None,
     **options: Unpack[SourceOptions],
 ) -> Dataset:
-    """Take a torch `Dataset` of (image, label), a `datasets.Dataset`, a `DatasetDict`, or a folder `datasets` saved.
+    """Return a dataset of a torch `Dataset` of (image, label), a `datasets.Dataset`, a `DatasetDict`, or a saved one.
 
     The column names are for `datasets`. `test` is a second object of the kind; a `DatasetDict` brings its own, called
     test or else validation.

@@ -27,7 +27,7 @@ def parquet(
     classes: Sequence[str] | None = None,
     **options: Unpack[SourceOptions],
 ) -> Dataset:
-    """Read a parquet file, or a folder of them: files with `train` and with `test` in their names are the two parts.
+    """Return a dataset of a parquet file or a folder of them: those with `train` and `test` in their names are parts.
 
     Names of the classes come from the file (as `datasets` writes them) or from a `labels.json` beside it. The columns
     `site` and `group` are found under these names unless others are given.

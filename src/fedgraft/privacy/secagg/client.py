@@ -201,7 +201,10 @@ class SecureClient:
             return {"advert": as_tensor(advertised + signature), "drawn": torch.tensor(drawn, dtype=torch.int64)}
 
     def shares(self, data: Data) -> dict[str, Tensor]:
-        """Check the neighbours' keys, then send each holder a box with a share of the mask key and one of the seed."""
+        """Check the neighbours' keys and return one sealed box per holder of shares, and a commitment to the seed.
+
+        A box holds a share of the mask key and one of the seed; the server passes it on. Own shares are stored.
+        """
         with self._turn("shares"):
             self._read_adverts(data)
             holders = self._own_holders()

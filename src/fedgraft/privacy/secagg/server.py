@@ -172,7 +172,7 @@ class SecureServer:
     # ---- shares
 
     def shares(self, answers: Mapping[int, Data]) -> Outbox:
-        """Pass the sealed share boxes on to their receivers; drop clients with too few holders left.
+        """Return the sealed share boxes by receiver; clients with too few holders left are lost.
 
         This happens before any mask depends on them.
         """
@@ -255,7 +255,8 @@ class SecureServer:
     def unmask(self, answers: Mapping[int, Data]) -> Outbox:
         """Rebuild the survivors' seeds and the lost clients' mask keys, remove their masks, and decode the sum.
 
-        The sum is in `result`; too few or wrong shares raise `SecureAbort`.
+        The sum is in `result`, and nothing more is to be sent (it returns {}); too few or wrong shares raise
+        `SecureAbort`.
         """
         held: dict[int, dict[int, bytes]] = {owner: {} for owner in self.shared}  # owner -> point of holder -> share
         for holder in self.alive:
