@@ -83,9 +83,9 @@ def classes(
 def shards(
     data: Dataset, clients: int, per_client: int = 2, per_class: bool = True, **split: Unpack[SplitOptions]
 ) -> FederatedData:
-    """Return the data divided into shards, `per_client` each, cut within each class or, without `per_class`, by label.
+    """Return the data divided into shards, `per_client` for each client, each cut within one class.
 
-    The latter is the rule of McMahan et al. 2017.
+    Without `per_class` they are cut from all rows sorted by label, as in McMahan et al. 2017.
     """
     return federate(data, "shards", clients, per_client=per_client, per_class=per_class, **split)
 
