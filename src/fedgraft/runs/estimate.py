@@ -151,15 +151,21 @@ def require_room(estimate: Estimate, folder: Path) -> None:
         )
     for place, purposes in ((cache_dir(), CACHED), (folder, KEPT)):
         needed = sum(estimate.disk_bytes.get(purpose, 0) for purpose in purposes)
-        free = shutil.disk_usage(_existing_parent(place)).free
-        if needed > free:
-            raise FedgraftError(
-                "E-RUN-DISK",
-                f"the run needs about {needed / 1e9:.1f} GB on the disk of {place}, and {free / 1e9:.1f} GB are free",
-                "set FEDGRAFT_CACHE to another disk, data.store=none, data.cache_features=false, or train less",
-                needed=needed,
-                available=free,
-            )
+        require_disk(needed, place, "the run")
+
+
+def require_disk(needed: int, place: Path, purpose: str) -> None:
+    """Raise an error if the disk of a folder has fewer free bytes than `purpose` needs."""
+    free = shutil.disk_usage(_existing_parent(place)).free
+    if needed > free:
+        raise FedgraftError(
+            "E-RUN-DISK",
+            f"{purpose} needs about {needed / 1e9:.1f} GB on the disk of {place}, and {free / 1e9:.1f} GB are free",
+            "choose another disk (FEDGRAFT_CACHE, --out), set data.store=none or data.cache_features=false, or train "
+            "less",
+            needed=needed,
+            available=free,
+        )
 
 
 CACHED = ("images at the network's size", "cached features")
