@@ -263,11 +263,25 @@ def hidden(lie: Lie | None, rounds: int = 2) -> Toy:
 @pytest.mark.parametrize("name", ["advert", "signature", "shares"])
 def test_a_secure_sum_ends_as_if_the_liar_had_been_silent_at_that_stage(name: str) -> None:
     """Unsigned keys, unsigned lists, wrong shares: well formed, and whoever got them from the server would refuse."""
-    found, without = hidden(spoiled(name)), hidden(silent(name))
-    assert torch.equal(found.state.vector, without.state.vector) and found.state.round == 2
+    rounds = 1 if name == "shares" else 2  # who reveals wrong shares is in no second sum
+    found, without = hidden(spoiled(name), rounds), hidden(silent(name), rounds)
+    assert torch.equal(found.state.vector, without.state.vector) and found.state.round == rounds
     assert not torch.equal(found.state.vector, Toy(zoo.fedavg()).state.vector)
-    if name != "shares":
-        assert LIAR in {one.client for one in found.summary.rejections}
+    assert LIAR in {one.client for one in found.summary.rejections}
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "aborted"),
+    [("shares", "E-PRIVACY-CHEAT-SHARES", False), ("commitment", "E-PRIVACY-CHEAT-DEALT", True)],
+)
+def test_who_cheats_with_shares_costs_at_most_one_round_and_is_named(name: str, code: str, aborted: bool) -> None:
+    toy = hidden(spoiled(name), 1)
+    assert bool(toy.summary.record.get("aborted")) == aborted
+    start = toy.state.vector
+    toy.run(2)
+    assert not toy.summary.record.get("aborted") and not torch.equal(toy.state.vector, start)
+    (one,) = toy.summary.rejections
+    assert one.client == LIAR and one.reason.startswith(code)
 
 
 @pytest.mark.parametrize("name", ["advert", "signature"])

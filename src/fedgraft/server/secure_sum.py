@@ -117,6 +117,14 @@ class SecureSession:
                 if reason:
                     self.lost[client] += f": {reason}"
             self._bar_spoilers(server.shared)
+            for client, reason in server.cheats.items():
+                self._bar(client, reason)
+
+    def _bar(self, client: int, reason: str) -> None:
+        """Leave a client out of all further sums of the run; logged."""
+        self.lost[client] = reason
+        self.example_counts.barred[client] = reason
+        log.warning("client %d is in no further secure sum: %s", client, reason)
 
     def _plan(self, segments: tuple[Segment, ...]) -> Plan:
         """Return the plan that all clients of this sum sign: participants, layout, threshold, the request's digest."""
@@ -151,9 +159,7 @@ class SecureSession:
                 complaints[int(match[1])] += 1
         for client, count in complaints.items():
             if client in peers and 2 * count > len(peers) - 1:
-                reason = f"{count} of {len(peers) - 1} peers could not open what it sent them"
-                self.example_counts.barred[client] = reason
-                log.warning("client %d is in no further secure sum: %s", client, reason)
+                self._bar(client, f"{count} of {len(peers) - 1} peers could not open what it sent them")
 
     def _exchange_stage(self, server: SecureServer, stage: str, outbox: Outbox) -> Iterator[tuple[int, Data]]:
         """Send one stage's requests and yield (client, tensors) of each client's first valid response, as they come.

@@ -190,7 +190,7 @@ class SecureClient:
             drawn = self.plan.draw(self.client, self.entropy)
             self.progress.drawn = list(drawn)
             box_key = self.entropy(KEY_BYTES)
-            mask_key = self.entropy(KEY_BYTES)
+            mask_key = crypto.canonical_private_key(self.entropy(KEY_BYTES))
             seed = self.entropy(KEY_BYTES)
             self.progress.box_key = box_key.hex()
             self.progress.mask_key = mask_key.hex()

@@ -81,6 +81,18 @@ def public_key(private: bytes) -> bytes:
     return bytes(_crypto().Private.from_private_bytes(private).public_key().public_bytes_raw())
 
 
+def canonical_private_key(random_bytes: bytes) -> bytes:
+    """Return the one form of an X25519 private key: of 32 keys that act alike, the one whose unused bits are set.
+
+    The server recognises a rebuilt key by its public key. If several keys passed, somebody could shift a share so that
+    another of them comes out, and an honest holder's share would look wrong.
+    """
+    key = bytearray(random_bytes)
+    key[0] &= 0b1111_1000
+    key[31] = (key[31] & 0b0111_1111) | 0b0100_0000
+    return bytes(key)
+
+
 def agreement(private: bytes) -> Agree:
     """Return a function from (peer's public key, purpose) to the 32-byte key that both share for this purpose."""
     library = _crypto()

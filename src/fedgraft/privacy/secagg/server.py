@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ Outbox = dict[int, dict[str, Tensor]]
 """Payloads of the next stage by client."""
 StageAnswers = Mapping[int, Data] | Iterable[tuple[int, Data]]
 """Answers to one stage by client, all at once or one by one."""
+DEALT_WRONGLY = "E-PRIVACY-CHEAT-DEALT"
+"""Code of the reason for which a client is barred that shared another secret than it committed to."""
+WRONG_SHARES = "E-PRIVACY-CHEAT-SHARES"
+"""Code of the reason for which a client is barred that revealed other shares than it was dealt."""
 TensorFields = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor of an answer."""
 
@@ -58,6 +63,8 @@ class SecureServer:
         self.stage = 0
         self.lost: dict[int, str] = {}
         self.rejections: dict[int, str] = {}
+        self.cheats: dict[int, str] = {}
+        """Clients whose shares cannot come from an honest one, with a code and a sentence; see `_name_cheats`."""
         self.adverts: dict[int, bytes] = {}
         self.drawn: dict[int, tuple[int, ...]] = {}
         """client -> the holders it drew for itself."""
@@ -273,27 +280,18 @@ class SecureServer:
                 clients=too_few,
                 needed=self.plan.needed,
             )
+        secrets = self._rebuild_all(held)
         alive = set(self.alive)
         for owner in self.shared:
             if owner in alive:
-                self._take_off_self(owner, held[owner])
+                crypto.add_keystream(self.total, self_key(self.plan, owner, secrets[owner]), -1)
             else:
-                self._take_off_pairs(owner, held[owner])
+                self._take_off_pairs(owner, secrets[owner])
         self.result = SumResult(self.plan.ring.decode(self.total), self.total, tuple(self.alive), dict(self.lost))
         return {}
 
-    def _take_off_self(self, survivor: int, shares: Mapping[int, bytes]) -> None:
-        """Subtract a survivor's own mask from the sum, in place; `shares` of its seed are by point of the holder."""
-        seed = self._rebuild(survivor, shares, lambda secret: crypto.commitment(secret) == self.commitments[survivor])
-        crypto.add_keystream(self.total, self_key(self.plan, survivor, seed), -1)
-
-    def _take_off_pairs(self, lost: int, shares: Mapping[int, bytes]) -> None:
-        """Remove the masks that survivors share with a lost client from the sum, in place.
-
-        `shares` of its mask key are by point of the holder.
-        """
-        public = part_of(self.adverts[lost], "mask")
-        mask_key = self._rebuild(lost, shares, lambda secret: crypto.public_key(secret) == public)
+    def _take_off_pairs(self, lost: int, mask_key: bytes) -> None:
+        """Remove the masks that survivors share with a lost client, whose mask key is known, from the sum, in place."""
         agree = crypto.agreement(mask_key)
         alive = set(self.alive)
         for survivor in self.ties[lost]:
@@ -303,19 +301,73 @@ class SecureServer:
                 sign = -1 if lost > survivor else 1
                 crypto.add_keystream(self.total, key, sign)
 
-    def _rebuild(self, owner: int, shares: Mapping[int, bytes], genuine: Callable[[bytes], bool]) -> bytes:
-        """Return a client's secret from its shares; raise `SecureAbort` if they do not give a genuine one.
+    def _rebuild_all(self, held: Mapping[int, Mapping[int, bytes]]) -> dict[int, bytes]:
+        """Return the survivors' seeds and the lost clients' mask keys, by client.
 
-        `genuine` returns whether a secret is the one that the client committed to.
+        `held` has by owner the shares by point of the holder. Every owner is looked at before `SecureAbort` is raised
+        for those whose shares give no genuine secret, so that whoever cheated can be named (`cheats`).
         """
-        try:
-            return shamir.recover(shares, self.plan.needed, genuine)
-        except shamir.WrongShares as error:
+        decoded: dict[int, shamir.Decoded] = {}
+        failures: dict[int, str] = {}
+        suspects: set[int] = set()
+        for owner in self.shared:
+            genuine = partial(self._is_genuine, owner)
+            try:
+                decoded[owner] = shamir.recover(held[owner], self.plan.needed, genuine, suspects)
+                suspects |= decoded[owner].wrong
+            except shamir.WrongShares as error:
+                failures[owner] = str(error)
+        self._name_cheats(held, decoded, failures)
+        if failures:
+            owner, reason = next(iter(failures.items()))
             raise SecureAbort(
                 "E-PRIVACY-SUM-WRONG-SHARES",
-                f"the shares of client {owner} in the secure sum are wrong: {error}",
+                f"the shares of client {owner} in the secure sum are wrong: {reason}",
                 client=owner,
-            ) from error
+                clients=sorted(failures),
+            )
+        return {owner: one.secret for owner, one in decoded.items()}
+
+    def _is_genuine(self, owner: int, secret: bytes) -> bool:
+        """Return whether a rebuilt secret is the one that its owner committed to: a seed, or a lost client's key."""
+        if owner in self.alive:
+            return crypto.commitment(secret) == self.commitments[owner]
+        if secret != crypto.canonical_private_key(secret):
+            return False
+        return crypto.public_key(secret) == part_of(self.adverts[owner], "mask")
+
+    def _name_cheats(
+        self,
+        held: Mapping[int, Mapping[int, bytes]],
+        decoded: Mapping[int, shamir.Decoded],
+        failures: Mapping[int, str],
+    ) -> None:
+        """Set `cheats`: who must have lied, provided that liars are as few as decoding can tell apart.
+
+        A wrong share alone proves nothing about its holder, because its owner may have dealt it. A holder is named when
+        its shares are wrong for more than half of the owners. An owner is named when its secret cannot be rebuilt
+        from more shares than are needed. Both hold as long as at most (shares - needed + 1) // 2 clients lie; if more
+        would be named than that, the assumption is broken and nobody is.
+        """
+        wrong_for: Counter[int] = Counter()
+        owners_held: Counter[int] = Counter()
+        places = {point: client for client, point in self.plan.places.items()}
+        for owner, shares in held.items():
+            owners_held.update(places[point] for point in shares)
+            if owner in decoded and decoded[owner].certain:
+                wrong_for.update(places[point] for point in decoded[owner].wrong)
+        cheats: dict[int, str] = {}
+        for owner in failures:
+            if len(held[owner]) > self.plan.needed:
+                cheats[owner] = f"{DEALT_WRONGLY}: the shares it dealt do not give the secret it committed to"
+        for holder, count in sorted(wrong_for.items()):
+            if 2 * count > owners_held[holder]:
+                cheats[holder] = (
+                    f"{WRONG_SHARES}: {count} of the {owners_held[holder]} shares it revealed are not those dealt to it"
+                )
+        fewest_shares = min(len(shares) for shares in held.values())
+        if len(cheats) <= (fewest_shares - self.plan.needed + 1) // 2:
+            self.cheats = cheats
 
     # ---- answers
 
