@@ -23,9 +23,11 @@ from fedgraft.core.client_memory import SECURE, ClientMemory
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, as_bytes
 from fedgraft.core.rng import torch_stream
+from fedgraft.privacy.dp import KEY_LENGTH, simulation_key
+from fedgraft.privacy.protection import SharedNoise
 from fedgraft.privacy.secagg.binding import request_digest
 from fedgraft.privacy.secagg.client import as_tensor
-from fedgraft.privacy.secagg.ring import Ring, Unfit
+from fedgraft.privacy.secagg.ring import Ring, Unfit, Words
 from fedgraft.privacy.secagg.secure_sum import CUT, Identity, Plan, SecureClient, SecureRefusal, series
 
 log = logging.getLogger("fedgraft")
@@ -68,7 +70,10 @@ def secure_stage(
                 if not name.startswith(SECURE):
                     new_memory[name] = tensor
             generator = torch_stream(context.seed, "secure rounding", request.round, request.client)
-            return secure_client.plan.ring.encode(values, generator)
+            words = secure_client.plan.ring.encode(values, generator)
+            if action.in_rounds and algorithm.privacy.adds_noise_to_words:
+                return _noised(words, secure_client, request, algorithm, context)
+            return words
 
         try:
             evidence = secure_client.answer(stage, data, masked_words if stage == "masked" else None)
@@ -132,6 +137,23 @@ def _client_at_stage(
         raise SecureRefusal("the secure sum under way is another run's", "plan")
     state = as_bytes(memory[slot + "state"])
     return SecureClient.resume(plan, request.client, identity, state, context.run_fingerprint)
+
+
+def _noised(
+    words: Words, secure_client: SecureClient, request: Request, algorithm: Algorithm, context: ClientContext
+) -> Words:
+    """Return the encoded input with this client's share of the noise.
+
+    The noise follows from a key that the client drew for this sum and never shows. Only a simulation whose noise is not
+    secret takes it from the seed, so that it can be repeated.
+    """
+    privacy = algorithm.privacy
+    assert isinstance(privacy, SharedNoise)
+    simulated = not (privacy.dp.bound_to_sum or context.noise_key or context.replays)
+    key = simulation_key(context.seed) if simulated else bytes.fromhex(secure_client.progress.noise_key)
+    if len(key) != KEY_LENGTH:
+        raise SecureRefusal("this sum began without a key for the noise of this client", "noise")
+    return privacy.noised_words(words, secure_client.plan, float(request.settings["clip"]), key, request.client)
 
 
 def _with_cut_flag(ring: Ring, values: Mapping[str, Tensor], request: Request) -> dict[str, Tensor]:

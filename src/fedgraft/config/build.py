@@ -26,7 +26,7 @@ from fedgraft.local.schedules import SCHEDULES, Schedule, warmed
 from fedgraft.local.train import LocalTraining
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
-from fedgraft.privacy.accounting import Budget, noise_for
+from fedgraft.privacy.accounting import Budget, distributed_noise_for, noise_for
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, check_combination, secret_key, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, private, secure
 
@@ -277,10 +277,14 @@ def _with_privacy(config: Config, algorithm: Algorithm) -> Algorithm:
         )
     probability = per_round(config) / config.partition.clients
     noise = table.noise
+    distributed = table.noise_source == "distributed"
     if noise is None:
         with phase("noise that keeps within epsilon"):
             target = float(table.epsilon or 0)
-            noise = noise_for(target, probability, config.rounds.total, private_delta(config))
+            if distributed:
+                noise = distributed_noise_for(target, config.rounds.total, private_delta(config))
+            else:
+                noise = noise_for(target, probability, config.rounds.total, private_delta(config))
     mechanism = Mechanism(noise, probability, config.partition.clients)
     key = simulation_key(config.seed)
     if table.secret:
@@ -288,7 +292,8 @@ def _with_privacy(config: Config, algorithm: Algorithm) -> Algorithm:
     adaptive = None
     if table.adaptive:
         adaptive = AdaptiveClip(mechanism)
-    return private(algorithm, DifferentialPrivacy(mechanism, table.clip, adaptive, key, bool(table.secret)))
+    dp = DifferentialPrivacy(mechanism, table.clip, adaptive, key, bool(table.secret), distributed)
+    return private(algorithm, dp)
 
 
 def private_delta(config: Config) -> float:
@@ -374,4 +379,12 @@ def budget(config: Config, algorithm: Algorithm, spent: int) -> Budget | None:
         return None
     mechanism = noise.mechanism
     target = table.epsilon or math.inf
-    return Budget(target, private_delta(config), mechanism.probability, mechanism.noise, config.rounds.total, spent)
+    return Budget(
+        target,
+        private_delta(config),
+        mechanism.probability,
+        mechanism.noise,
+        config.rounds.total,
+        spent,
+        noise.distributed,
+    )

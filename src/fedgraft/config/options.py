@@ -77,6 +77,11 @@ class DifferentialPrivacyTable(Section):
     delta: float | None = Field(None, gt=0, lt=1, description="default: 1e-5; at most a tenth of 1 / clients")
     clip: float = Field(1.0, gt=0, description="largest norm of a client's update")
     adaptive: bool = Field(False, description="let the bound follow the median of the norms")
+    noise_source: Literal["server", "distributed"] = Field(
+        "server",
+        description="who adds the noise: the server, which is trusted with it, or every client its share inside the "
+        "secure sum (distributed; needs aggregation=secure)",
+    )
     secret: bool | None = Field(
         None,
         description="noise and cohorts from a secret; else from the seed, repeatable, for experiments (default: secret "

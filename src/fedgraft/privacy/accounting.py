@@ -110,6 +110,21 @@ def _composed_epsilon(
     return float(accountant.get_epsilon(delta))
 
 
+def epsilon_distributed(noise: float, rounds: int, delta: float) -> float:
+    """Return the epsilon at `delta` of `rounds` sums of discrete Gaussians, each of the noise multiplier `noise`.
+
+    They have the Renyi divergences of a Gaussian (Kairouz, Liu and Steinke 2021), not its privacy loss distribution. No
+    round counts as hidden by sampling: the server sees who takes part, and a lying one asks the same client each time.
+    """
+    _check_account(1.0, noise, rounds, delta)
+    if noise < HARDLY_ANY_NOISE:
+        return math.inf
+    bound = epsilon_rdp(1.0, noise, rounds, delta)
+    if bound > NO_GUARANTEE:
+        return math.inf
+    return bound
+
+
 def gaussian_epsilon(noise: float, rounds: int, delta: float) -> float:
     """Return the epsilon of `rounds` Gaussian releases of sensitivity 1, by their exact curve (Balle and Wang 2018).
 
@@ -239,6 +254,31 @@ def noise_for(target: float, probability: float, rounds: int, delta: float, tole
     return _crossing(exact, target, low, high, tolerance)
 
 
+@lru_cache(maxsize=64)
+def distributed_noise_for(target: float, rounds: int, delta: float, tolerance: float = 2e-3) -> float:
+    """Return the smallest noise multiplier of distributed noise within the epsilon `target`; as `noise_for`."""
+    if not 0 < target <= NO_GUARANTEE or rounds < 1:
+        raise FedgraftError(
+            "E-PRIVACY-TARGET",
+            f"a private run needs an epsilon up to {NO_GUARANTEE:g} and at least one round, not {target} and {rounds}",
+            target=target,
+            rounds=rounds,
+        )
+
+    def spent(noise: float) -> float:
+        return epsilon_distributed(noise, rounds, delta)
+
+    low = 1.0
+    high = 1.0
+    while spent(high) > target:
+        low = high
+        high = 2 * high
+    while spent(low) <= target:
+        high = low
+        low = low / 2
+    return _crossing(spent, target, low, high, tolerance)
+
+
 def _crossing(epsilon_at: Callable[[float], float], target: float, low: float, high: float, width: float) -> float:
     """Return the smallest noise multiplier, up to the relative `width`, whose epsilon is at most the target.
 
@@ -278,6 +318,8 @@ class Budget:
     noise: float
     planned: int
     spent: int = 0
+    distributed: bool = False
+    """The clients add the noise: the account is that of sums of discrete Gaussians, without sampling."""
 
     def __post_init__(self) -> None:
         _check_account(self.probability, self.noise, self.planned, self.delta)
@@ -304,6 +346,8 @@ class Budget:
         return low
 
     def _epsilon(self, rounds: int) -> float:
+        if self.distributed:
+            return epsilon_distributed(self.noise, rounds, self.delta)
         return epsilon(self.probability, self.noise, rounds, self.delta)
 
     @property
@@ -314,6 +358,8 @@ class Budget:
     @property
     def unamplified(self) -> float:
         """The epsilon spent against an observer who knows every cohort: sampling then hides nobody."""
+        if self.distributed:
+            return self.epsilon
         return epsilon(1.0, self.noise, self.spent, self.delta)
 
     def check(self) -> None:

@@ -30,6 +30,12 @@ NOT_COVERED = (
     "the server itself, which sees every clipped update unless aggregation is secure",
 )
 """What an epsilon does not cover; listed in the report."""
+SHARED_NOT_COVERED = (
+    "whether a client took part in a round, which the server sees: covered is what its update says",
+    "the noise of clients that work with the server: k of n such clients leave (n - k) / n of its variance",
+    "clients that do not clip, or add no noise: inside a secure sum nobody can check it",
+)
+"""What it does not cover where the clients add the noise."""
 HIDDEN_NOT_COVERED = (
     "clients that do not clip: inside a secure sum nobody can check it",
     "sums that were aborted for want of a client, counted under aborted",

@@ -13,30 +13,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedgraft.aggregate.server_rules import RoundInfo
 from fedgraft.aggregate.slots import Step
 from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
+from fedgraft.core.errors import FedgraftError
 from fedgraft.core.state import ServerState
 from fedgraft.local.update_links import Sending, UpdateLink
+from fedgraft.privacy.discrete_gaussian import RandomWords, discrete_gaussian, integer_sensitivity, variance_share
 from fedgraft.privacy.dp import (
     HIDDEN_NOT_COVERED,
     NOT_COVERED,
+    SHARED_NOT_COVERED,
     AdaptiveClip,
     Mechanism,
     bound_key,
     clip,
     sensitivity,
 )
-from fedgraft.privacy.secagg.ring import Ring, Segment
+from fedgraft.privacy.secagg.keys import SecureRefusal
+from fedgraft.privacy.secagg.plan import Plan
+from fedgraft.privacy.secagg.ring import LARGEST_RING, Ring, Segment, Words
 
 if TYPE_CHECKING:
     from fedgraft.algorithms.algorithm import Algorithm
 
 log = logging.getLogger("fedgraft")
 
+_NOISE_PIECE = 1 << 18  # numbers that get their noise at a time
 IN_A_SUM: Capabilities = frozenset(
     {
         Capability.CLIENT_NUMBERS,
@@ -67,6 +74,20 @@ class DifferentialPrivacy:
     """Key of the noise; whoever knows it can subtract the noise."""
     bound_to_sum: bool = False
     """The noise depends on the sum too, as it should where the key is a secret; else on key and round alone."""
+    distributed: bool = False
+    """The clients add the noise, each a share of it inside the secure sum; the server adds none."""
+
+    def __post_init__(self) -> None:
+        if self.distributed and self.adaptive is not None:
+            raise FedgraftError(
+                "E-PRIVACY-NOISE-ADAPTIVE",
+                "adaptive clipping needs a count with noise of the server, and with distributed noise it adds none",
+                "leave privacy.dp.adaptive out, or set privacy.dp.noise_source='server'",
+            )
+        if self.distributed and not self.mechanism.noise > 0:
+            raise FedgraftError(
+                "E-PRIVACY-NOISE-NONE", "distributed noise needs a noise multiplier over zero", "set privacy.dp.noise"
+            )
 
     def link(self) -> UpdateLink:
         """Return the client's update link: clip to the request's bound, and report whether the update was within."""
@@ -218,6 +239,8 @@ class Clear:
     """Batch-norm statistics do not travel."""
     flags_cut_numbers = False
     """A secure sum counts the clients whose numbers it had to cut."""
+    adds_noise_to_words = False
+    """Clients add noise to their words of a training sum (`SharedNoise.noised_words`)."""
 
     def initial_clip(self) -> float:
         """Return the clipping bound of the first round; 0 where nothing is clipped."""
@@ -381,6 +404,90 @@ class SecureAndPrivate(Private):
         return [*NOT_COVERED, *HIDDEN_NOT_COVERED]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedNoise(SecureAndPrivate):
+    """Both, and the noise is in the sum before the server opens it: each client adds its share."""
+
+    name: ClassVar[str] = "secure aggregation with distributed noise"
+    adds_noise_to_words = True
+
+    def __post_init__(self) -> None:
+        capacity = self.sum_capacity()
+        if capacity is None or capacity > LARGEST_RING:
+            raise FedgraftError(
+                "E-PRIVACY-NOISE-RING",
+                f"updates of the length {self.dp.clip:g} with their noise do not fit into a secure sum whose numbers "
+                f"end at {self.sum_options.limit:g}",
+                "raise privacy.limit or lower privacy.dp.clip",
+                clip=self.dp.clip,
+                limit=self.sum_options.limit,
+            )
+
+    def sum_capacity(self) -> int | None:
+        """Return the summands for which the ring has room: the population, the noise, and steps that are not too fine.
+
+        It follows from the config alone. A clipped update has about 2^20 steps, so that its rounding hardly adds to the
+        sensitivity, and the noise of all clients together stays within the ring up to eight standard deviations.
+        """
+        clips = self.dp.clip / self.sum_options.limit
+        # Over half of the clients survive, so all together have at most sqrt(2) of the deviation that is accounted for.
+        noise_room = 8 * math.sqrt(2) * self.dp.mechanism.noise * clips * 1.01 + 1
+        coarse_enough = 2**11 * clips * max(1.0, self.dp.mechanism.noise / 32)
+        return max(self.dp.mechanism.population + math.ceil(noise_room), math.ceil(coarse_enough))
+
+    def rounding(self, segments: tuple[Segment, ...]) -> float | None:
+        """Return the step of the update's fixed-point numbers."""
+        capacity = self.sum_capacity()
+        assert capacity is not None
+        return Ring(segments, capacity).step("update")
+
+    def client_variance(self, plan: Plan, clip_bound: float) -> int:
+        """Return the variance of the noise that each client adds to every number of its update, in squared steps."""
+        length = next(segment.length for segment in plan.segments if segment.name == "update")
+        largest = integer_sensitivity(clip_bound, plan.ring.step("update"), length)
+        return variance_share(self.dp.mechanism.noise, largest, plan.fewest_survivors)
+
+    def noised_words(self, words: Words, plan: Plan, clip_bound: float, key: bytes, client: int) -> Words:
+        """Return a client's encoded input with its share of the noise on the update, modulo 2^32.
+
+        `clip_bound` is the round's; `key` is the client's own for this sum.
+        """
+        if not 0 < clip_bound <= self.dp.clip:
+            raise SecureRefusal(f"the clipping bound is {clip_bound:g}, and {self.dp.clip:g} was agreed to", "plan")
+        source = RandomWords(key, f"noise share {plan.run} {plan.round} {client}")
+        variance = self.client_variance(plan, clip_bound)
+        noised = words.copy()
+        span = plan.ring.span("update")
+        for begin in range(span.start, span.stop, _NOISE_PIECE):
+            part = noised[begin : min(begin + _NOISE_PIECE, span.stop)]
+            part += discrete_gaussian(variance, len(part), source).astype(np.uint32)  # modulo 2^32, as the ring adds
+        return noised
+
+    def advance(self, step: Step, collected: CollectedRound) -> ServerState | None:
+        """Return the state after the sum, which has its noise already; an aborted one changes nothing."""
+        opened = collected.opened_mean()
+        length = len(step.state.vector)
+        total = torch.zeros(length, dtype=torch.float64)
+        if opened.update is not None:
+            total = opened.update.double() * len(opened.survivors)
+        mechanism = self.dp.mechanism
+        largest = sensitivity(step.state.clip, 1.0, collected.rounding or 0.0, length)
+        longest_noise = math.sqrt(2) * mechanism.noise * largest * (math.sqrt(length) + 8)
+        if float(torch.linalg.vector_norm(total)) > (len(opened.survivors) * largest + longest_noise) * 1.001:
+            log.warning("the secure sum is longer than clipped updates and their noise give: nothing is used")
+            total = torch.zeros(length, dtype=torch.float64)
+        info = RoundInfo(mechanism.population, max(1, round(mechanism.expected)))
+        return step.server_step((total / mechanism.expected).float(), info)
+
+    def labels(self) -> list[str]:
+        """Return the names of both protections."""
+        return ["secure aggregation", "distributed noise"]
+
+    def uncovered(self) -> list[str]:
+        """Return what the account does not cover; the server is not among it."""
+        return [*NOT_COVERED[:-1], *SHARED_NOT_COVERED]
+
+
 def bounded_sum(collected: CollectedRound, clip_bound: float, length: int) -> tuple[Tensor, int]:
     """Return the sum behind an opened mean, and how many clients it counts: one less than are in it.
 
@@ -416,7 +523,8 @@ def secure(
     options = SumOptions(limit, threshold, degree)
     strategy: Privacy
     if isinstance(current, Private):
-        strategy = SecureAndPrivate(links=current.links, sum_options=options, dp=current.dp)
+        kind = SharedNoise if current.dp.distributed else SecureAndPrivate
+        strategy = kind(links=current.links, sum_options=options, dp=current.dp)
     else:
         strategy = Secure(current.links, options)
     return replace(algorithm, privacy=strategy)
@@ -428,7 +536,14 @@ def private(algorithm: Algorithm, dp: DifferentialPrivacy) -> Algorithm:
     current = algorithm.privacy
     strategy: Privacy
     if current.collects_sum:
-        strategy = SecureAndPrivate(links=(link,), sum_options=current.sum_options, dp=dp)
+        kind = SharedNoise if dp.distributed else SecureAndPrivate
+        strategy = kind(links=(link,), sum_options=current.sum_options, dp=dp)
+    elif dp.distributed:
+        raise FedgraftError(
+            "E-PRIVACY-NOISE-NEEDS-SUM",
+            "distributed noise is added inside a secure sum, and here every update is in the clear",
+            "set privacy.aggregation='secure' (in Python: fg.secure first), or privacy.dp.noise_source='server'",
+        )
     else:
         strategy = Private(links=(link,), dp=dp)
     other_links = [old_link for old_link in algorithm.update if old_link not in current.links]

@@ -343,6 +343,7 @@ def _config(
             "clip": dp.clip,
             "adaptive": dp.adaptive is not None,
             "secret": dp.bound_to_sum,
+            "noise_source": "distributed" if dp.distributed else "server",
         }
         sampling = {"sampling": "poisson", "fraction": dp.mechanism.probability}
         base = merge(base, {"privacy": {"dp": noise}, "rounds": sampling})

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scipy.stats import beta, norm
+from scipy.stats import norm
+from tests.support.epsilon_attack import epsilon_lower_bound
 from tests.support.errors import raises
 
 from fedgraft.config.build import build_algorithm, private_delta
@@ -85,18 +86,7 @@ def attack(pairs: int, noise: float, told: float, delta: float, seed: int) -> fl
             total = base + own if there else base
             said = [mechanism.release(total, 1.0, bound_key(key, total), t) for t in range(rounds)]
             scores[there].append(sum(float(s[0]) for s in said) * mechanism.expected)
-    half = pairs // 2  # the threshold is chosen on one half and judged on the other
-    best, level = -math.inf, 0.0
-    for cut in sorted(scores[True][:half])[:: max(1, half // 50)]:
-        right = sum(s > cut for s in scores[True][:half]) / half
-        wrong = max(1, sum(s > cut for s in scores[False][:half])) / half
-        if right > delta and math.log((right - delta) / wrong) > best:
-            best, level = math.log((right - delta) / wrong), cut
-    n = pairs - half
-    hits, slips = sum(s > level for s in scores[True][half:]), sum(s > level for s in scores[False][half:])
-    low = beta.ppf(0.025, hits, n - hits + 1) if hits else 0.0
-    high = beta.ppf(0.975, slips + 1, n - slips) if slips < n else 1.0
-    return math.log(max(low - delta, 1e-9) / high)
+    return epsilon_lower_bound(scores[True], scores[False], delta)
 
 
 @pytest.mark.slow

@@ -70,6 +70,8 @@ class ClientProgress:
     """Private key from which the masks shared with neighbours follow."""
     seed: str = ""
     """Seed of the mask of its own."""
+    noise_key: str = ""
+    """Key of the noise that this client adds to its input, in hexadecimal digits; no share of it exists."""
     drawn: list[int] = field(default_factory=list)
     """Holders of the own shares; empty: all others."""
     adverts: dict[str, str] = field(default_factory=dict)
@@ -195,6 +197,7 @@ class SecureClient:
             self.progress.box_key = box_key.hex()
             self.progress.mask_key = mask_key.hex()
             self.progress.seed = seed.hex()
+            self.progress.noise_key = self.entropy(KEY_BYTES).hex()
             public_keys = crypto.public_key(box_key) + crypto.public_key(mask_key)
             advertised = public_keys + self.identity.public + self.run_fingerprint
             signature = crypto.sign(self.identity.private, advert_text(self.plan, self.client, advertised, drawn))
@@ -294,6 +297,7 @@ class SecureClient:
             if self.client not in alive:
                 raise SecureRefusal("this client sent its input and is listed as lost", check="survivor list")
             self._require_holders(set(alive))
+            self._require_survivors(len(alive))
             self.progress.shared = shared
             self.progress.alive = alive
             return {"signature": as_tensor(crypto.sign(self.identity.private, self._lists()))}
@@ -346,6 +350,15 @@ class SecureClient:
         if not self.plan.enough(self.client, self.progress.drawn, present | {self.client}):
             raise SecureRefusal(
                 f"fewer than {self.plan.needed} holders of this client's shares are left", check="holders"
+            )
+
+    def _require_survivors(self, count: int) -> None:
+        """Raise `SecureRefusal` if the sum would be opened over fewer clients than the plan allows."""
+        if count < self.plan.fewest_survivors:
+            raise SecureRefusal(
+                f"{count} clients are left in the secure sum, and {self.plan.fewest_survivors} are required",
+                "cohort",
+                check="survivors",
             )
 
     def _read_draws(self, data: Data, neighbours: Sequence[int]) -> list[tuple[int, ...]]:

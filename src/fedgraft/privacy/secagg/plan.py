@@ -105,6 +105,16 @@ class Plan:
         return self.threshold
 
     @property
+    def fewest_survivors(self) -> int:
+        """Fewest clients whose sum is opened: as many as shares are needed, and over two thirds in a neighbour graph.
+
+        In the complete graph fewer cannot be opened. In a neighbour graph they could, so every client counts.
+        """
+        if not self.draws:
+            return self.needed
+        return max(self.needed, len(self.clients) * 2 // 3 + 1)
+
+    @property
     def draws(self) -> int:
         """Number of holders a client draws; 0 in the complete graph, where all others hold its shares."""
         if self.holders == len(self.clients):

@@ -25,6 +25,8 @@ from torch import Tensor
 from fedgraft.core.errors import FedgraftError
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
+LARGEST_RING = 1 << 20
+"""Most summands that a ring can have room for."""
 _PIECE = 1 << 20  # numbers turned into digits at a time
 
 
@@ -88,7 +90,7 @@ class Ring:
 
     def __post_init__(self) -> None:
         names = [segment.name for segment in self.segments]
-        if not 1 <= self.clients <= 1 << 20 or len(set(names)) != len(names):
+        if not 1 <= self.clients <= LARGEST_RING or len(set(names)) != len(names):
             raise FedgraftError(
                 "E-PRIVACY-RING",
                 "a secure sum needs 1 to 2^20 clients and segments of different names, "
@@ -122,6 +124,10 @@ class Ring:
         if segment.step is None:
             return segment.limit / self.level
         return segment.step
+
+    def span(self, name: str) -> slice:
+        """Return the place of a segment in the words."""
+        return next(span for segment, span in self._spans() if segment.name == name)
 
     def cut_segments(self, values: Mapping[str, Tensor]) -> list[str]:
         """Return the names of segments with a number that `encode` would cut: beyond the limit by over a step."""

@@ -406,11 +406,11 @@ class SecureServer:
     def _enough(self, stage: str, left: list[int]) -> list[int]:
         """Return the clients that are `left` after a stage, sorted.
 
-        Raise `SecureAbort` if none has enough holders left.
+        Raise `SecureAbort` if they are too few, or none has enough holders left.
         """
         present = set(left)
         for client in left:
-            if self.plan.enough(client, self.drawn[client], present):
+            if len(left) >= self.plan.fewest_survivors and self.plan.enough(client, self.drawn[client], present):
                 return sorted(left)
         raise SecureAbort(
             "E-PRIVACY-SUM-TOO-FEW",
