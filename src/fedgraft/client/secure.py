@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -117,7 +118,9 @@ def _client_at_stage(
         identity = Identity.from_bytes(as_bytes(memory["identity"]))
     else:
         identity = Identity.fresh()
-    most_clients = min(policy.most_clients for policy in policies_in_force(algorithm, context))
+    policies = policies_in_force(algorithm, context)
+    most_clients = min(policy.most_clients for policy in policies)
+    cohort = max(policy.cohort for policy in policies)
     has_begun = slot + "state" in memory
     if stage == "keys":
         plan_bytes = as_bytes(request.auxiliary["plan"]) if "plan" in request.auxiliary else b""
@@ -129,14 +132,14 @@ def _client_at_stage(
             except FedgraftError as error:
                 raise SecureRefusal(str(error), "plan") from error
             check_plan(plan, request, algorithm, context)
-            return SecureClient(plan, request.client, identity, run_fingerprint=context.run_fingerprint)
+            return SecureClient(plan, request.client, identity, run_fingerprint=context.run_fingerprint, cohort=cohort)
     elif not has_begun:
         raise SecureRefusal(f"the stage {stage!r} of a secure sum was asked for before it began")
     plan = Plan.from_bytes(as_bytes(memory[slot + "plan"]), most_clients)
     if plan.run != series(request.run, str(request.settings["sums"])):
         raise SecureRefusal("the secure sum under way is another run's", "plan")
     state = as_bytes(memory[slot + "state"])
-    return SecureClient.resume(plan, request.client, identity, state, context.run_fingerprint)
+    return SecureClient.resume(plan, request.client, identity, state, context.run_fingerprint, cohort)
 
 
 def _noised(
@@ -176,20 +179,30 @@ def _with_cut_flag(ring: Ring, values: Mapping[str, Tensor], request: Request) -
 
 
 def check_plan(plan: Plan, request: Request, algorithm: Algorithm, context: ClientContext) -> None:
-    """Refuse a plan whose run, round, segments or capacity differ from what this client derives from the request.
+    """Refuse a plan that differs from the one that this client derives from the agreed config and the request.
 
-    Also refuse one that a policy in force finds too weak. Raises `SecureRefusal` or `Refused`.
+    The server chooses who takes part and nothing else. Also refuse a plan that a policy in force finds too weak. Raises
+    `SecureRefusal` or `Refused`.
     """
     action = action_named(str(request.settings["sums"]))
     assert action.layout is not None
     scope = SumScope(request.settings, context.network, algorithm, context.sent, context.space.trained)
-    expected = (series(request.run, action.name), request.round, action.layout(scope))
-    if (plan.run, plan.round, plan.segments) != expected:
-        raise SecureRefusal(
-            f"client {request.client}: the plan of the secure sum is not that of round {request.round}", "plan"
+    name = series(request.run, action.name)
+    try:
+        derived = algorithm.privacy.plan_of_sum(
+            name, request.round, plan.clients, action.layout(scope), action.in_rounds, plan.binds
         )
-    expected_room = algorithm.privacy.sum_capacity() if action.in_rounds else None
-    if plan.room != expected_room:
-        raise SecureRefusal("the plan of the secure sum has room for another number of clients", "plan")
+    except FedgraftError as error:  # no plan of this config has these clients
+        raise SecureRefusal(str(error), "plan", check=error.code) from error
+    for field in fields(Plan):
+        if getattr(plan, field.name) != getattr(derived, field.name):
+            rule = field.name if field.name in ("threshold", "degree") else "plan"
+            raise SecureRefusal(
+                f"client {request.client}: the {field.name} in the plan of the secure sum is not the one that follows "
+                f"from the config for round {request.round}",
+                rule,
+                check="derived plan",
+                field=field.name,
+            )
     for policy in policies_in_force(algorithm, context):
         policy.check_plan(plan)

@@ -82,6 +82,7 @@ def policy_of_config(config: Config, algorithm: Algorithm) -> Policy:
         secure=algorithm.privacy.collects_sum,
         in_the_clear=clear_actions(config, algorithm),
         actions=actions,
+        cohort=_smallest_cohort(config, algorithm),
         most_clients=max(config.partition.clients, 2),
     )
 
@@ -125,17 +126,14 @@ def safe_policy(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) 
     if algorithm.privacy.collects_sum:
         shown = [action for action in wanted if action in clear_actions(config, algorithm)]
         in_the_clear = tuple(dict.fromkeys((*shown, *also)))
-    threshold = 0.6
-    if algorithm.privacy.sum_options.threshold is not None:
-        threshold = 0.5
     return Policy(
         config=config.fingerprint,
         secure=algorithm.privacy.collects_sum,
         actions=tuple(dict.fromkeys((*wanted, *also))),
         in_the_clear=in_the_clear,
         cohort=_smallest_cohort(config, algorithm),
-        threshold=threshold,
-        degree=algorithm.privacy.sum_options.degree or 2,
+        threshold=_smallest_threshold(config, algorithm),
+        degree=algorithm.privacy.sum_options.degree or max(2, config.partition.clients - 1),
         most_clients=max(config.partition.clients, 2),
         rounds=rounds,
         sums=sums,
@@ -172,9 +170,24 @@ def _number_of_queries(config: Config, sums: int) -> int:
 
 def _smallest_cohort(config: Config, algorithm: Algorithm) -> int:
     """Return the fewest clients in a secure sum: two thirds of a cohort of fixed size; 2 if its size is random."""
-    if config.rounds.sampling != "fixed" or not algorithm.privacy.collects_sum:
+    has_fixed_size = config.rounds.sampling == "fixed" or per_round(config) == config.partition.clients
+    if not has_fixed_size or not algorithm.privacy.collects_sum:
         return 2
     return max(2, (2 * per_round(config) + 2) // 3)
+
+
+def _smallest_threshold(config: Config, algorithm: Algorithm) -> float:
+    """Return the share of the holders that every plan of the config needs at least, rounded down.
+
+    A threshold that is set is the smallest share in sums over all clients, as those before the first round are.
+    """
+    options = algorithm.privacy.sum_options
+    if options.threshold is None:
+        return 0.6666  # the default is over two thirds
+    holders = max(2, config.partition.clients)
+    if options.degree is not None:
+        holders = min(holders, options.degree + 1)
+    return max(0.5, math.floor(1e4 * options.threshold / holders) / 1e4)
 
 
 def _ranges(config: Config, algorithm: Algorithm, wanted: Sequence[str]) -> dict[str, tuple[float, float]]:

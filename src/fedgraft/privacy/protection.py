@@ -254,6 +254,32 @@ class Clear:
         """Return for how many summands the numbers of a training sum must have room; None: for the clients in it."""
         return None
 
+    def plan_of_sum(
+        self,
+        run: str,
+        number: int,
+        clients: tuple[int, ...],
+        segments: tuple[Segment, ...],
+        in_rounds: bool,
+        binds: str,
+    ) -> Plan:
+        """Return the plan of a secure sum: everything but who takes part follows from the config.
+
+        The server makes its plan by this, and every client requires that the one it gets is the same.
+
+        Args:
+            run: name of the series of sums.
+            number: of the sum in its series; the round, in training.
+            clients: who takes part, sorted.
+            segments: the layout of the sum.
+            in_rounds: whether it is a round of training.
+            binds: digest of the request.
+        """
+        options = self.sum_options
+        room = self.sum_capacity() if in_rounds else None
+        degree = options.degree_among(len(clients))
+        return Plan(run, number, clients, segments, degree, options.threshold, room, binds)
+
     def rounding(self, segments: tuple[Segment, ...]) -> float | None:
         """Return the step of the fixed-point numbers of a secure sum with these segments, if noise must cover it."""
         return None

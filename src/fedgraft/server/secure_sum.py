@@ -131,19 +131,8 @@ class SecureSession:
         first = next(iter(self.requests.values()))
         action = str(first.settings["sums"])
         clients = tuple(sorted(self.requests))
-        options = self.privacy.sum_options
-        room = None
-        if action == "train":
-            room = self.privacy.sum_capacity()
-        return Plan(
-            series(first.run, action),
-            first.round,
-            clients,
-            segments,
-            options.degree_among(len(clients)),
-            options.threshold,
-            room,
-            request_digest(first),
+        return self.privacy.plan_of_sum(
+            series(first.run, action), first.round, clients, segments, action == "train", request_digest(first)
         )
 
     def _bar_spoilers(self, peers: Sequence[int]) -> None:

@@ -94,7 +94,7 @@ class SecureClient:
     """One client in one secure sum. `entropy` gives key material; the default is the operating system's.
 
     `identity` is the client's long-term key and memory, which changes with every sum. `run_fingerprint` is compared
-    among all clients of the sum.
+    among all clients of the sum. `cohort` is the fewest clients that the owner of this one allows in an opened sum.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class SecureClient:
         identity: Identity,
         entropy: Callable[[int], bytes] = os.urandom,
         run_fingerprint: str = "",
+        cohort: int = 2,
     ) -> None:
         if client not in plan.places:
             raise SecureRefusal(
@@ -112,6 +113,7 @@ class SecureClient:
         if len(plan.clients) < identity.least:
             raise SecureRefusal(f"a secure sum of {len(plan.clients)} clients is too small to hide in", check="cohort")
         self.plan = plan
+        self.fewest_survivors = max(plan.fewest_survivors, cohort)
         self.client = client
         self.identity = identity
         self.entropy = entropy
@@ -125,10 +127,16 @@ class SecureClient:
 
     @classmethod
     def resume(
-        cls, plan: Plan, client: int, identity: Identity, state: bytes, run_fingerprint: str = ""
+        cls,
+        plan: Plan,
+        client: int,
+        identity: Identity,
+        state: bytes,
+        run_fingerprint: str = "",
+        cohort: int = 2,
     ) -> SecureClient:
         """Return the client that wrote this `state`, to go on with the next stage; arguments as of the class."""
-        resumed = cls(plan, client, identity, run_fingerprint=run_fingerprint)
+        resumed = cls(plan, client, identity, run_fingerprint=run_fingerprint, cohort=cohort)
         resumed.progress = ClientProgress(**json.loads(state))
         return resumed
 
@@ -353,10 +361,10 @@ class SecureClient:
             )
 
     def _require_survivors(self, count: int) -> None:
-        """Raise `SecureRefusal` if the sum would be opened over fewer clients than the plan allows."""
-        if count < self.plan.fewest_survivors:
+        """Raise `SecureRefusal` if the sum would be opened over fewer clients than the plan or the owner allows."""
+        if count < self.fewest_survivors:
             raise SecureRefusal(
-                f"{count} clients are left in the secure sum, and {self.plan.fewest_survivors} are required",
+                f"{count} clients are left in the secure sum, and {self.fewest_survivors} are required",
                 "cohort",
                 check="survivors",
             )
