@@ -133,6 +133,9 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_inference_mode_enabled():  # a wrapper made there could not be viewed
+            with torch.inference_mode(False), torch.no_grad():
+                return _dispatch(operation, args, dict(kwargs or {}))
         return _dispatch(operation, args, dict(kwargs or {}))
 
 
@@ -175,6 +178,8 @@ def _dispatch(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = operation.name().partition(".")[0]
     if name in _COPIES:
         return _copy(name, operation, args, kwargs)
+    if name == "aten::_has_compatible_shallow_copy_type":  # a question, which modules ask when they move
+        return all(isinstance(arg, DeviceTensor) for arg in args)
     leaves = pytree.tree_leaves((args, kwargs))
     index = _device_index(name, leaves, args)
     if name == "aten::_local_scalar_dense":

@@ -6,12 +6,12 @@ import pytest
 import torch
 from tests.support.toy import ToyNetwork
 
-from fedgraft.config.build import device_named
+from fedgraft.core.device import HOST, Device, choose_devices
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.space import select
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.local import train as training
-from fedgraft.local.train import LocalTraining, Trained, move, train
+from fedgraft.local.train import LocalTraining, Trained, train
 
 
 def examples() -> FeatureExamples:
@@ -53,11 +53,11 @@ def test_an_overflow_moves_nothing_and_each_client_starts_with_its_own_scale(mon
 
 def test_what_is_moved_keeps_its_values_and_an_unknown_device_is_one_sentence() -> None:
     tensors = {"a": torch.arange(3.0)}
-    assert move(tensors, "cpu")["a"] is tensors["a"]  # nothing is copied in vain
-    assert move(tensors, "meta")["a"].device.type == "meta"
-    assert device_named("cpu").type == "cpu"
+    assert HOST.put_all(tensors)["a"] is tensors["a"]  # nothing is copied in vain
+    assert Device(torch.device("meta")).put_all(tensors)["a"].device.type == "meta"
+    assert choose_devices("cpu").first.type == "cpu"
     for name in ("cuda", "nonsense"):
         if name == "cuda" and torch.cuda.is_available():
             continue
         with pytest.raises(FedgraftError, match="device=cpu"):
-            device_named(name)
+            choose_devices(name)

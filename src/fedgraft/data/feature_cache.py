@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.network_digest import digest, sums
 from fedgraft.core.progress import EXTRACTION, phase
@@ -51,7 +52,7 @@ def same_bits(network: Network, entry: int, shape: tuple[int, ...]) -> tuple[int
 
     def activations(batch: Tensor) -> Tensor:
         """Return the activations of a batch at the entry, on the CPU."""
-        return evaluate_batch(network, batch, lambda x: network.features(x, 0, entry)).cpu()
+        return evaluate_batch(network, batch, lambda x: fetch(network.features(x, 0, entry)))
 
     whole = activations(inputs)
     for shift in (7, 19):
@@ -119,6 +120,7 @@ class CachedExamples:
         prefix = digest(network, until)
         self._sums = sums(network, until)
         machine = [torch.__version__, str(torch.get_num_threads()), str(BLOCK), "class token by elements"]
+        machine += Device.of(network).cache_words()
         one_image = self._inputs(np.zeros(1, dtype=np.int64))
         self.sizes = self._batch_sizes(Path(folder), [prefix, str(until), key, *machine], tuple(one_image.shape[1:]))
         parts = [examples.opened.digest, examples.transform.digest, prefix, str(until), key, *machine]
@@ -268,7 +270,7 @@ class CachedExamples:
     def _activations(self, inputs: Tensor, entry: int = 0) -> Tensor:
         """Return the activations at this cache's entry for inputs at `entry`, float32 on the CPU."""
         values = evaluate_batch(self.network, inputs, lambda x: self.network.features(x, entry, self.entry))
-        return values.float().cpu().contiguous()
+        return fetch(values.float()).contiguous()
 
 
 def _hash(data: bytes) -> str:

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.protocols import Examples, Network
-from fedgraft.local.transfer import onto
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def evaluating(network: Network) -> Iterator[None]:
 def evaluate_batch(network: Network, inputs: Tensor, see: Callable[[Tensor], T]) -> T:
     """Return `see(inputs)` for one batch, in evaluation mode, without gradients, and on the network's device."""
     with evaluating(network):
-        return see(onto(inputs, next(network.parameters()).device))
+        return see(Device.of(network).put(inputs))
 
 
 def feature_batches(
@@ -45,7 +45,7 @@ def feature_batches(
 
     for batch in rows.split(size):
         activations = evaluate_batch(network, examples.batch(batch), see)
-        yield batch, activations.float().cpu()
+        yield batch, fetch(activations.float())
 
 
 def hidden(network: Network, layers: tuple[str, ...], examples: Examples, size: int = 256) -> list[Tensor]:
@@ -62,7 +62,7 @@ def hidden(network: Network, layers: tuple[str, ...], examples: Examples, size: 
     for rows in torch.arange(len(examples)).split(size):
         activations = evaluate_batch(network, examples.batch(rows), see)
         for name in batches:
-            batches[name].append(activations[name].cpu())
+            batches[name].append(fetch(activations[name]))
     return [torch.cat(batches[name]) for name in names]
 
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from fedgraft.core import ranges
 from fedgraft.core.capabilities import Capabilities, Capability
+from fedgraft.core.device import Device, fetch, fetch_all, read
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.ranges import Count, Positive
 from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
-from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, sgdm
-from fedgraft.local.transfer import onto
+from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, new_state, sgdm, state_on
 
 
 class Flat(Protocol):
@@ -238,19 +238,19 @@ def train(
     """
     flat.training_mode()
     values = flat.values[: flat.trained]
-    device = values.device
-    groups = _parameter_groups(rule, flat, move(state or {}, device))
-    client_memory = move(memory or {}, device)
-    context = rule.correction.prepare(values.clone(), move(auxiliary or {}, device), client_memory)
+    device = Device(values.device)
+    groups = _parameter_groups(rule, flat, state or {}, device)
+    client_memory = device.put_all(memory or {})
+    context = device.put_all(rule.correction.prepare(values.clone(), device.put_all(auxiliary or {}), client_memory))
     loss = loss or cross_entropy()
-    row_labels = onto(examples.labels[rows], device)
+    row_labels = examples.labels[rows]
     loss_context = LossContext(
         network, row_labels, network.classes, client_memory, flat.values, _feature_reader(network, flat), counts
     )
     chances: Tensor | None = None
     if rule.sampling != "uniform":
         class_weights = balancing(known_counts(loss_context, rule.sampling == "federation"))
-        chances = class_weights[row_labels].double().cpu()
+        chances = fetch(class_weights)[row_labels].double()
     value = loss.begin(loss_context)
     losses = []
     rates = []
@@ -259,12 +259,9 @@ def train(
         scale = 2.0**16
     steps = counted("training", batches(rows, rule, shuffle, chances), rule.steps_for(len(rows)), "steps")
     for step, batch in enumerate(steps):
-        inputs = onto(examples.batch(batch, augment), device)
-        labels = onto(examples.labels[batch], device)
-        precision = torch.autocast(
-            inputs.device.type, getattr(torch, rule.amp or "float32"), enabled=rule.amp is not None
-        )
-        with precision, lone_values_by_running_statistics(network, len(batch)):
+        inputs = device.put(examples.batch(batch, augment))
+        labels = device.put(examples.labels[batch])
+        with device.autocast(rule.amp), lone_values_by_running_statistics(network, len(batch)):
             batch_loss = value(network, inputs, labels, examples.entry)
         (batch_loss * scale).backward()
         gradient = flat.gradient()
@@ -286,12 +283,12 @@ def train(
     effective_steps = _effective_steps(rule, rates)
     closing = rule.correction.finish(values, context, effective_steps)
     new_memory = {**closing.memory, **loss.finish(loss_context)}
-    closing = Closing(move(new_memory, "cpu"), move(closing.sums, "cpu"))
+    closing = Closing(fetch_all(new_memory), fetch_all(closing.sums))
     new_state = {}
     for i, (_, _, optimizer_state) in enumerate(groups):
         for name, tensor in optimizer_state.items():
             new_state[f"{i}/{name}"] = tensor
-    return Trained(new_state, float(torch.stack(losses).mean()), len(losses), effective_steps, closing)
+    return Trained(new_state, read(torch.stack(losses).mean().view(1))[0], len(losses), effective_steps, closing)
 
 
 @contextmanager
@@ -345,7 +342,7 @@ def _feature_reader(network: Network, flat: Flat) -> Look:
 
 
 def _parameter_groups(
-    rule: LocalTraining, flat: Flat, state: OptimizerState
+    rule: LocalTraining, flat: Flat, state: OptimizerState, device: Device
 ) -> list[tuple[slice, float, OptimizerState]]:
     """Return the pieces of the vector with their own learning rate: slice, factor of the rate, optimizer state.
 
@@ -363,15 +360,12 @@ def _parameter_groups(
         for name, tensor in state.items():
             if name.startswith(f"{i}/"):
                 optimizer_state[name.partition("/")[2]] = tensor
-        if not optimizer_state:
-            optimizer_state = move(rule.optimizer.init(piece.stop - piece.start), flat.values.device)
+        if optimizer_state:
+            optimizer_state = state_on(rule.optimizer, optimizer_state, device)
+        else:
+            optimizer_state = new_state(rule.optimizer, piece.stop - piece.start, device)
         groups.append((piece, factor, optimizer_state))
     return groups
-
-
-def move(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
-    """Return the tensors on this device; those already there are not copied."""
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _effective_steps(rule: LocalTraining, rates: list[float]) -> float:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgraft.core import roles
+from fedgraft.core.device import Device
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import torch_stream
 from fedgraft.models.families import FAMILIES, Family, main_output
@@ -66,7 +67,7 @@ class Dropout(nn.Module):
                 "set network.dropout.generator before training",
             )
         keep = torch.rand(values.shape, generator=self.generator, device=self.generator.device) >= self.p
-        return values * keep.to(values) / (1.0 - self.p)
+        return values * Device(values.device).put(keep).to(values.dtype) / (1.0 - self.p)
 
     def extra_repr(self) -> str:
         """Return the share that is dropped, for `repr`."""

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from fedgraft.client.actions import action_named
 from fedgraft.core.capabilities import Capability
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.network_digest import digest
@@ -251,11 +252,11 @@ def calibrate_temperature(head: Tensor, scorer: HeadScorer) -> Tensor:
 def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
     """Return the pooled features of these rows, on the CPU."""
     network.eval()
-    device = next(network.parameters()).device
+    device = Device.of(network)
     batches = []
     for batch_rows in rows.split(512):
-        inputs = examples.batch(batch_rows).to(device)
-        batches.append(network.features(inputs, examples.entry).cpu())
+        inputs = device.put(examples.batch(batch_rows))
+        batches.append(fetch(network.features(inputs, examples.entry)))
     return torch.cat(batches)
 
 

@@ -20,6 +20,7 @@ from fedgraft.aggregate.slots import Answers
 from fedgraft.client.actions import action_named
 from fedgraft.client.context import ClientContext, shared_and_private
 from fedgraft.core.capabilities import Capability
+from fedgraft.core.device import Device
 from fedgraft.core.messages import Request, Scalar
 from fedgraft.core.network_digest import digest
 from fedgraft.core.protocols import Examples
@@ -312,9 +313,9 @@ def norm_ratio(network: VisionNetwork, space: EditSpace, examples: Examples, row
     for trained in (body, space):
         bound = trained.bind(network)
         network.eval()
-        device = next(network.parameters()).device
-        logits = network(examples.batch(rows).to(device), examples.entry)
-        cross_entropy(logits, examples.labels[rows].to(device)).backward()
+        device = Device.of(network)
+        logits = network(device.put(examples.batch(rows)), examples.entry)
+        cross_entropy(logits, device.put(examples.labels[rows])).backward()
         norms.append(float(torch.linalg.vector_norm(bound.gradient())))
     if not norms[1] > 0:
         return 1.0
