@@ -180,7 +180,9 @@ def _dispatch(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _copy(name, operation, args, kwargs)
     if name == "aten::_has_compatible_shallow_copy_type":  # a question, which modules ask when they move
         return all(isinstance(arg, DeviceTensor) for arg in args)
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves: list[Any] = []
+    raw_args = [_unwrapped(value, leaves) for value in args]
+    raw_kwargs = {key: _unwrapped(value, leaves) for key, value in kwargs.items()}
     index = _device_index(name, leaves, args)
     if name == "aten::_local_scalar_dense":
         _note("waits", name)
@@ -189,25 +191,42 @@ def _dispatch(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _note("waits", name)
     if not operation.is_view:
         COUNTS.launches += 1
-    if "device" in kwargs and kwargs["device"] is not None:
-        wanted = torch.device(kwargs["device"])
-        kwargs["device"] = torch.device("cpu")
+    if raw_kwargs.get("device") is not None:
+        wanted = torch.device(raw_kwargs["device"])
+        raw_kwargs["device"] = torch.device("cpu")
         if wanted.type == "cpu":
-            return operation(*pytree.tree_map(_raw, args), **pytree.tree_map(_raw, kwargs))
-    wrappers = {id(leaf.raw): leaf for leaf in leaves if isinstance(leaf, DeviceTensor)}
-    result = operation(*pytree.tree_map(_raw, args), **pytree.tree_map(_raw, kwargs))
-    for wrapper in wrappers.values():
-        if wrapper.raw.shape != wrapper.shape:  # an `out=` that was too small: the wrapper takes over the new sizes
-            torch.Tensor.data.__set__(wrapper, DeviceTensor(wrapper.raw, index))  # type: ignore[attr-defined]
+            return operation(*raw_args, **raw_kwargs)
+    result = operation(*raw_args, **raw_kwargs)
+    mutated: dict[int, DeviceTensor] = {}
+    if operation._schema.is_mutable:
+        for leaf in leaves:
+            if isinstance(leaf, DeviceTensor):
+                mutated[id(leaf.raw)] = leaf
+                if leaf.raw.shape != leaf.shape:  # an `out=` that was too small: the wrapper takes over the sizes
+                    torch.Tensor.data.__set__(leaf, DeviceTensor(leaf.raw, index))  # type: ignore[attr-defined]
+    return _wrapped(result, index, mutated)
 
-    def wrapped(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) in wrappers and operation._schema.is_mutable:
-            return wrappers[id(value)]
-        return DeviceTensor(value, index)
 
-    return pytree.tree_map(wrapped, result)
+def _unwrapped(value: Any, leaves: list[Any]) -> Any:
+    """Return an argument with raw tensors; tensors and generators in it are added to `leaves`."""
+    if isinstance(value, DeviceTensor):
+        leaves.append(value)
+        return value.raw
+    if isinstance(value, Tensor | torch.Generator):
+        leaves.append(value)
+    elif isinstance(value, list | tuple):
+        return type(value)([_unwrapped(item, leaves) for item in value])
+    return value
+
+
+def _wrapped(result: Any, index: int, mutated: dict[int, DeviceTensor]) -> Any:
+    """Return a result with tensors of the device; what an operation changed in place stays the same object."""
+    if isinstance(result, Tensor):
+        same = mutated.get(id(result))
+        return DeviceTensor(result, index) if same is None else same
+    if isinstance(result, list | tuple):
+        return type(result)([_wrapped(item, index, mutated) for item in result])
+    return result
 
 
 def _device_index(name: str, leaves: list[Any], args: Any) -> int:

@@ -157,5 +157,6 @@ def clip_(gradient: Tensor, limit: float) -> Tensor:
             gradient.mul_(limit / float(norm))
         return norm
     # On a device the decision is a number too, because reading the norm would be a wait in every step.
-    gradient.mul_(torch.where(norm > limit, limit / norm, 1.0))
+    wide = norm.to(Device(gradient.device).widest)
+    gradient.mul_(torch.where(wide > limit, limit / wide, 1.0).to(gradient.dtype))
     return norm
