@@ -409,3 +409,7 @@ def _install() -> list[torch.library.Library]:
 
 
 _libraries = _install()
+
+
+def loaded() -> None:
+    """For torch's entry point of devices: importing this module has installed it."""

@@ -17,13 +17,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedgraft.core.device_choice import AUTO, CHOICE
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 
-CHOICE = "FEDGRAFT_DEVICE"
-"""The environment variable with the device of this machine, where a command or a config leaves it open."""
-AUTO = "auto"
-"""The device of `FEDGRAFT_DEVICE`, else the first CUDA device, else the CPU."""
 PINNED = frozenset({"cuda"})
 """Kinds of devices that read pinned memory while they compute."""
 WITHOUT_FLOAT64 = frozenset({"mps"})
@@ -138,6 +135,11 @@ class Devices:
     def of_worker(self, number: int) -> torch.device:
         """Return the device of a worker process; workers are spread over the devices in turn."""
         return self.all[number % len(self.all)]
+
+    def share_of_gpus(self, workers: int) -> float:
+        """Return the share of a GPU of each of so many worker processes; 0 where none is chosen."""
+        gpus = sum(device.type == "cuda" for device in self.all)
+        return min(1.0, gpus / workers)
 
 
 def choose_devices(choice: str = AUTO) -> Devices:

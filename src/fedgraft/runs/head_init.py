@@ -292,6 +292,7 @@ def _head_recipe(setup: RunSetup) -> list[str]:
     network = setup.task.network
     return [
         "with traffic, one error",
+        *Device.of(setup.task.network).cache_words(),
         setup.config.head,
         model_options,
         setup.config.data.model_dump_json(),

@@ -20,7 +20,7 @@ from fedgraft.aggregate.slots import Answers
 from fedgraft.client.actions import action_named
 from fedgraft.client.context import ClientContext, shared_and_private
 from fedgraft.core.capabilities import Capability
-from fedgraft.core.device import Device
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.messages import Request, Scalar
 from fedgraft.core.network_digest import digest
 from fedgraft.core.protocols import Examples
@@ -94,7 +94,7 @@ def open_run(
     algorithm = setup.algorithm
     weight = network.head.weight.detach()
     bias = network.head.bias.detach()[:, None]
-    head = torch.cat([weight, bias], 1).cpu().clone()
+    head = fetch(torch.cat([weight, bias], 1)).clone()
     ask = None
     if engines is not None:
         ask = FederationAsk(setup, engines)
@@ -235,6 +235,7 @@ def calibration_identity(setup: RunSetup) -> list[str]:
     task = setup.task
     return [
         digest(task.network),
+        *Device.of(task.network).cache_words(),
         *task.data.identity,
         task.transform.digest,
         str(setup.config.seed),
