@@ -20,6 +20,7 @@ from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import Bound, EditSpace, select
 from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.local.corrections import Correction, proximal
+from fedgraft.local.loss_scale import LOSS_SCALE
 from fedgraft.local.self_weight import split_aside
 from fedgraft.local.train import LocalTraining, Trained, train
 from fedgraft.local.update_links import Sending, run_chain
@@ -218,7 +219,7 @@ def _train_with_private_part(
     if algorithm.client_state.alternate:
         bound = context.bind(context.private)
         bound.load(private_values)
-        _fit(request, algorithm, context, bound, {}, "private")
+        _fit(request, algorithm, context, bound, _loss_scale_of(new_memory), "private")
         new_memory["private"] = fetch(bound.values.clone())
         bound = context.bind(context.space)
         bound.load(model_vector(request))
@@ -242,8 +243,13 @@ def _train_second_model(request: Request, algorithm: Algorithm, context: ClientC
     bound.load(memory.get("personal", common))
     pull = algorithm.client_state.second_model or 0.0
     local = replace(algorithm.local, correction=proximal_to(common[: bound.trained], pull))
-    _fit(request, replace(algorithm, local=local), context, bound, {}, "personal")
+    _fit(request, replace(algorithm, local=local), context, bound, _loss_scale_of(memory), "personal")
     return fetch(bound.values.clone())
+
+
+def _loss_scale_of(memory: ClientMemory) -> ClientMemory:
+    """Return of a client's memory only the loss scale: for training that must not see the rest."""
+    return {name: tensor for name, tensor in memory.items() if name == LOSS_SCALE}
 
 
 def proximal_to(anchor: Tensor, pull: float) -> Correction:

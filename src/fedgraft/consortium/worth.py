@@ -25,6 +25,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted, phase
 from fedgraft.core.state import from_tensors
 from fedgraft.core.store import write_text
+from fedgraft.local.forward_memory import images_at_once
 from fedgraft.metrics import raw
 from fedgraft.metrics.metrics import ERRORS, Metric, check_metric
 from fedgraft.report import figures, html
@@ -174,7 +175,7 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
         context.network.eval()
         device = Device.of(context.network)
         parts = []
-        for batch_rows in own_rows.split(256):
+        for batch_rows in own_rows.split(images_at_once(context.network, context.tests.entry, 256)):
             inputs = device.put(context.tests.batch(batch_rows))
             parts.append(context.network(inputs, context.tests.entry))
         scores.append(fetch(torch.cat(parts).float()))

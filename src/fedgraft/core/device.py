@@ -64,6 +64,10 @@ class Device:
         """Return the tensors on this device; those already there are not copied."""
         return {name: self.put(tensor) for name, tensor in tensors.items()}
 
+    def view(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the same tensors by name, each moved to this device when it is read, and once."""
+        return _MovedWhenRead(tensors, self)
+
     def making(self) -> AbstractContextManager[object]:
         """Return a context in which torch's factories (`torch.zeros(n)`) allocate on this device."""
         if self.is_host:
@@ -91,6 +95,29 @@ class Device:
         if precision is not None:
             words.append(f"in {precision}")
         return words
+
+
+class _MovedWhenRead(Mapping[str, Tensor]):
+    """Tensors of which a device gets those that are read."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: Device) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._moved: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._moved:
+            self._moved[name] = self._device.put(self._tensors[name])
+        return self._moved[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
 
 
 HOST = Device(torch.device("cpu"))

@@ -373,7 +373,8 @@ class Batched(Memories):
         request = task.request
         sending = Sending(effective_steps, request.settings, len(update))
         update, scalars = run_chain(self.algorithm.update, update, sending)
-        return update_response(request, self.algorithm, self.context, update, scalars, (loss, len(task.sizes)), {})
+        metrics = {"loss": loss, "steps": float(len(task.sizes))}
+        return update_response(request, self.algorithm, self.context, update, scalars, metrics, {})
 
 
 def _chunks(tasks: list[_ClientTask]) -> list[list[_ClientTask]]:

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 
 from fedgraft.core import progress
+from fedgraft.core.device import repeatable
 from fedgraft.core.errors import FedgraftError
 from fedgraft.engines.spawned import forks_beside, packed, unpacked, without_main
 from fedgraft.local.memory import keep_freed_memory
@@ -363,7 +364,7 @@ def _serve(job: _Job | bytes, channel: _Channel, inherited: list[Connection], de
         carry_out, begin = job
     if begin is not None:
         begin(torch.device(device))
-    with suppress(EOFError, ConnectionResetError, BrokenPipeError):
+    with repeatable(), suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
             _, parts = channel.receive()
             header: dict[str, Any] = {}

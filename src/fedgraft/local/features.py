@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedgraft.core.device import Device, fetch
 from fedgraft.core.protocols import Examples, Network
+from fedgraft.local.forward_memory import images_at_once
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ def feature_batches(
     def see(inputs: Tensor) -> Tensor:
         return network.features(inputs, examples.entry, until)
 
-    for batch in rows.split(size):
+    for batch in rows.split(images_at_once(network, examples.entry, size)):
         activations = evaluate_batch(network, examples.batch(batch), see)
         yield batch, fetch(activations.float())
 
@@ -59,7 +60,7 @@ def hidden(network: Network, layers: tuple[str, ...], examples: Examples, size: 
         return network.activations(inputs, names, examples.entry)
 
     batches: dict[str, list[Tensor]] = {name: [] for name in names}
-    for rows in torch.arange(len(examples)).split(size):
+    for rows in torch.arange(len(examples)).split(images_at_once(network, examples.entry, size)):
         activations = evaluate_batch(network, examples.batch(rows), see)
         for name in batches:
             batches[name].append(fetch(activations[name]))

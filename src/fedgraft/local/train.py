@@ -19,6 +19,7 @@ from fedgraft.core.progress import counted
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.ranges import Count, Positive
 from fedgraft.local.corrections import Closing, Correction, none
+from fedgraft.local.loss_scale import LossScale
 from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
 from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, new_state, sgdm, state_on
 
@@ -71,7 +72,7 @@ class LocalTraining:
     client_steps: tuple[Count, ...] = ()
     """steps by client, assigned in turn, where some clients can afford fewer; see fednova"""
     amp: Literal["float16", "bfloat16"] | None = None
-    """mixed precision, for GPUs; default: float32"""
+    """mixed precision of training, for GPUs; vectors, features and exports stay float32; default: float32"""
 
     def __post_init__(self) -> None:
         ranges.check_ranges(self, "local")
@@ -154,7 +155,7 @@ class LocalTraining:
             for examples in (1, max(1, largest)):
                 steps = rule.steps_for(examples)
                 effective_steps.append(rule.rate(lr, examples) * gain(steps))
-                if self.amp == "float16":  # steps whose gradients overflow are skipped
+                if self.amp == "float16":  # steps that overflow at every loss scale are skipped
                     effective_steps.append(rule.rate(lr, examples) * gain(1))
         return min(effective_steps), max(effective_steps)
 
@@ -172,6 +173,20 @@ class Trained:
     """Displacement by a constant unit gradient; NaN if the optimizer has no fixed one."""
     closing: Closing
     """New memory entries of correction and loss, and vectors that the correction sends."""
+    nonfinite: int = 0
+    """Steps whose loss, or in float16 whose gradient at any scale, was not finite; float16 skips them."""
+    retried: int = 0
+    """Gradients of float16 that were computed again with a smaller loss scale."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the client reports for the record; what did not happen is left out."""
+        reported = {"loss": self.loss, "steps": float(self.steps)}
+        if self.nonfinite:
+            reported["nonfinite"] = float(self.nonfinite)
+        if self.retried:
+            reported["retried"] = float(self.retried)
+        return reported
 
 
 def drawn(rows: Tensor, rule: LocalTraining, generator: torch.Generator, chances: Tensor | None = None) -> Tensor:
@@ -240,7 +255,7 @@ def train(
     values = flat.values[: flat.trained]
     device = Device(values.device)
     groups = _parameter_groups(rule, flat, state or {}, device)
-    client_memory = device.put_all(memory or {})
+    client_memory = device.view(memory or {})
     context = device.put_all(rule.correction.prepare(values.clone(), device.put_all(auxiliary or {}), client_memory))
     loss = loss or cross_entropy()
     row_labels = examples.labels[rows]
@@ -254,23 +269,26 @@ def train(
     value = loss.begin(loss_context)
     losses = []
     rates = []
-    scale = 1.0
+    skipped = 0
+    loss_scale: LossScale | None = None
     if rule.amp == "float16":
-        scale = 2.0**16
+        loss_scale = LossScale.remembered(memory or {})
     steps = counted("training", batches(rows, rule, shuffle, chances), rule.steps_for(len(rows)), "steps")
     for step, batch in enumerate(steps):
         inputs = device.put(examples.batch(batch, augment))
         labels = device.put(examples.labels[batch])
         with device.autocast(rule.amp), lone_values_by_running_statistics(network, len(batch)):
             batch_loss = value(network, inputs, labels, examples.entry)
-        (batch_loss * scale).backward()
-        gradient = flat.gradient()
-        losses.append(batch_loss.detach())
-        if rule.amp == "float16":
-            gradient.div_(scale)
-            if not torch.isfinite(gradient).all():  # overflow: no step is taken, and the next one scales less
-                scale /= 2
+        if loss_scale is None:
+            batch_loss.backward()
+            gradient = flat.gradient()
+        else:
+            scaled_gradient = loss_scale.gradient(batch_loss, flat)
+            if scaled_gradient is None:  # no scale helps: this batch moves nothing
+                skipped += 1
                 continue
+            gradient = scaled_gradient
+        losses.append(batch_loss.detach())
         rule.correction.adjust(gradient, values, context)
         if rule.clip is not None:
             clip_(gradient, rule.clip)
@@ -283,12 +301,25 @@ def train(
     effective_steps = _effective_steps(rule, rates)
     closing = rule.correction.finish(values, context, effective_steps)
     new_memory = {**closing.memory, **loss.finish(loss_context)}
+    if loss_scale is not None:
+        new_memory |= loss_scale.as_memory()
     closing = Closing(fetch_all(new_memory), fetch_all(closing.sums))
     new_state = {}
     for i, (_, _, optimizer_state) in enumerate(groups):
         for name, tensor in optimizer_state.items():
             new_state[f"{i}/{name}"] = tensor
-    return Trained(new_state, read(torch.stack(losses).mean().view(1))[0], len(losses), effective_steps, closing)
+    mean_loss, nonfinite = _read_losses(losses)
+    retried = 0 if loss_scale is None else loss_scale.retried
+    return Trained(new_state, mean_loss, len(losses), effective_steps, closing, nonfinite + skipped, retried)
+
+
+def _read_losses(losses: list[Tensor]) -> tuple[float, int]:
+    """Return the mean of the batches' losses and how many of them are not finite; one wait for both."""
+    if not losses:
+        return math.nan, 0
+    stacked = torch.stack(losses)
+    mean, nonfinite = read(torch.stack([stacked.mean(), (~stacked.isfinite()).sum().to(stacked.dtype)]))
+    return mean, int(nonfinite)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from fedgraft.core.device import Device, fetch
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
+from fedgraft.local.forward_memory import images_at_once
 from fedgraft.metrics.scores import count_scores, merge_scores, true_class_rank
 
 TOP_K = 5
@@ -73,7 +74,7 @@ def evaluate_with_sums(
     The network is left in evaluation mode. `threads` work on batches without changing the bits, as in `evaluate`.
     """
     network.eval()
-    batches = rows.split(batch_size)
+    batches = rows.split(images_at_once(network, examples.entry, batch_size))
     with phase("evaluation", len(rows), "images") as progress:
 
         def measure(batch: Tensor) -> _BatchResult:

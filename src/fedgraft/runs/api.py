@@ -228,7 +228,7 @@ def _parts(
     algorithm: Algorithm, network: VisionNetwork, data: FederatedData, config: Config, augment: Sequence[str]
 ) -> RunParts:
     """Return the parts of a run from objects; its identity covers all of them."""
-    network = copy.deepcopy(network).to(choose_devices(config.device).first)  # the caller's network is not changed
+    network = copy.deepcopy(network).place(choose_devices(config.device).first)  # the caller's network is not changed
     algorithm.trainable.check(network)
     transform = transform_for(network, config, augment)
     identity = "objects-" + digest_of(config.digest, digest(network), *data.identity, transform.digest, algorithm)

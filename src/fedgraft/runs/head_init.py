@@ -27,6 +27,7 @@ from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import EditSpace
 from fedgraft.edit.trainable import is_head
+from fedgraft.local.forward_memory import images_at_once
 from fedgraft.metrics.evaluate import Evaluation
 from fedgraft.metrics.scores import predicted_classes
 from fedgraft.runs.closed_form import client_class_sums, cof_heads, ncm_head
@@ -254,7 +255,7 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
     network.eval()
     device = Device.of(network)
     batches = []
-    for batch_rows in rows.split(512):
+    for batch_rows in rows.split(images_at_once(network, examples.entry, 512)):
         inputs = device.put(examples.batch(batch_rows))
         batches.append(fetch(network.features(inputs, examples.entry)))
     return torch.cat(batches)

@@ -303,7 +303,7 @@ def parts_from_config(config: Config, data: FederatedData | None = None) -> RunP
         config = validate(merge(config.table, {"partition": {"clients": data.clients}}))
         algorithm = build_algorithm(config)
     with phase("loading the network"):
-        network = build_network(config, data.dataset).to(choose_devices(config.device).first)
+        network = build_network(config, data.dataset).place(choose_devices(config.device).first)
     algorithm.trainable.check(network)
     if config.rounds.keep_contributions and not _subtractable(algorithm):
         raise FedgraftError(

@@ -354,6 +354,10 @@ def describe_clients(answers: Answers, collected: Collected, weights: Tensor, ad
             "weight": shares.tolist(),
         },
     }
+    for name in ("nonfinite", "retried"):  # steps of mixed precision or of a loss that went astray
+        numbers = [float(item.response.metrics.get(name, 0.0)) for item in collected.accepted]
+        if any(numbers):
+            record["clients"][name] = numbers
     alignment = {}
     for name in answers.scalars[0]:
         if name.startswith("alignment:"):
