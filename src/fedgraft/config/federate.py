@@ -24,6 +24,8 @@ def open_data(config: Config, check: bool = True) -> Dataset:
     dataset = renamed(load_dataset(table.source, table.path, **options), table.class_map)
     if check:
         check_names(dataset.classes)
+    if table.store == "none":
+        dataset = dataset.without_stored_pixels()
     return dataset
 
 

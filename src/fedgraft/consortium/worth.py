@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fedgraft.algorithms.algorithm import has_one_model
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, from_folder, merge, validate
 from fedgraft.core.capabilities import Capability
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.device import Device, fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted, phase
@@ -36,7 +37,7 @@ from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.head_init import install
 from fedgraft.runs.loop import is_finished, run
 from fedgraft.runs.open_run import open_run
-from fedgraft.runs.saving import saved_edit
+from fedgraft.runs.saving import client_stores, saved_edit
 from fedgraft.runs.setup import RunSetup, setup_of
 from fedgraft.runs.tracking import Progress
 
@@ -148,7 +149,7 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
     `rows` are the test rows of each client. The run's last checkpoint is loaded from its folder.
     """
     saved = checkpoint.load_latest(RunFolder.open(folder).checkpoints)
-    if saved is None or saved.meta.get("personal"):
+    if saved is None:
         raise FedgraftError(
             "E-CONSORTIUM-NO-MODELS",
             f"{folder} has no checkpoint whose models can be compared",
@@ -158,7 +159,13 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
     setup = setup_of(from_folder(folder), for_training=False)
     install(setup.task.network, saved.tensors["head"])
     opened = open_run(setup, None, saved_edit(saved.tensors))
-    state, memories = from_tensors(saved.round, saved.tensors, saved.meta)
+    state, held = from_tensors(saved.round, saved.tensors, saved.meta)
+    memories: Mapping[int, ClientMemory] = held
+    models_in_files, memories_in_files = client_stores(folder, saved)
+    if models_in_files is not None:
+        state = replace(state, personal=models_in_files)
+    if memories_in_files is not None:
+        memories = memories_in_files
     algorithm = setup.algorithm
     context = opened.context
     # With all images in one place, everybody gets the delivered model.

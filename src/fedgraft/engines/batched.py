@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,7 +144,7 @@ class Batched(Memories):
     def __init__(self, algorithm: Algorithm, context: ClientContext, threads: int | None = None) -> None:
         self.algorithm = algorithm
         self.context = context
-        self.memory: dict[int, ClientMemory] = {}
+        self.memory: MutableMapping[int, ClientMemory] = {}
         self.device = Device.of(context.network)
         self.threads = threads or cores()
         if not self.device.is_host:  # one queue of work for all threads, and no fork may touch the device

@@ -9,7 +9,7 @@ comes back with the response.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -55,7 +55,7 @@ class Pool(Memories):
         self.workers = workers
         self.deadline = deadline
         self.devices = devices or (Device.of(context.network).torch_device,)
-        self.memory: dict[int, ClientMemory] = {}
+        self.memory: MutableMapping[int, ClientMemory] = {}
         self._team: Workers | None = None
         self._team_key: object = None
         """Identifies the algorithm, context and edit space that the workers were started with."""

@@ -24,6 +24,10 @@ TOP_K = 5
 """An image counts for `top5` if its class is among this many highest scores."""
 
 
+EVALUATION_BATCH = 512
+"""Images that are evaluated at once."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Mean loss and accuracies (fractions) over `count` examples. Law: `a + b` is the evaluation of both sets."""
@@ -56,7 +60,9 @@ class _BatchResult:
     sums: dict[str, Tensor]
 
 
-def evaluate(network: Network, examples: Examples, rows: Tensor, batch_size: int = 512, threads: int = 1) -> Evaluation:
+def evaluate(
+    network: Network, examples: Examples, rows: Tensor, batch_size: int = EVALUATION_BATCH, threads: int = 1
+) -> Evaluation:
     """Return loss and accuracies on these rows, in evaluation mode and with the evaluation transform.
 
     Several threads may work on batches; their results are added in the order of the rows, so the bits are the same for
@@ -67,7 +73,12 @@ def evaluate(network: Network, examples: Examples, rows: Tensor, batch_size: int
 
 
 def evaluate_with_sums(
-    network: Network, examples: Examples, rows: Tensor, batch_size: int = 512, threads: int = 1, scores: bool = True
+    network: Network,
+    examples: Examples,
+    rows: Tensor,
+    batch_size: int = EVALUATION_BATCH,
+    threads: int = 1,
+    scores: bool = True,
 ) -> tuple[Evaluation, dict[str, Tensor]]:
     """Return loss and accuracies on these rows, and the sums of `metrics.scores` by name ({} if `scores` is false).
 

@@ -25,6 +25,9 @@ from fedgraft.core.store import DamagedFile, digest_of_chunks, prune, read_verif
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"round-(\d{8,})-([0-9a-f]{32})\.safetensors")
+KEEP_LAST = 5
+KEEP_BEST = 3
+"""Checkpoints of a run that are kept: so many of the latest and of the best."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -67,8 +70,8 @@ def save(
     meta: Mapping[str, Any],
     *,
     best: float | None = None,
-    keep_last: int = 5,
-    keep_best: int = 3,
+    keep_last: int = KEEP_LAST,
+    keep_best: int = KEEP_BEST,
 ) -> Path:
     """Write the state after `round` as a file in `folder`, atomically, and return its path.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
@@ -29,7 +29,7 @@ log = logging.getLogger("fedgraft")
 class Remote(Protocol):
     """An engine whose clients are on other machines, to which the tensors of the edit space must be sent."""
 
-    memory: dict[int, ClientMemory]
+    memory: MutableMapping[int, ClientMemory]
     sent: int
     received: int
     """Bytes of all messages so far, whatever for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,24 +15,29 @@ from torch import Tensor
 
 from fedgraft.config.load import Config, to_toml
 from fedgraft.core.capabilities import Capability
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import check_place
+from fedgraft.core.interrupts import InterruptMonitor
 from fedgraft.core.progress import phase, shown_by, watching
 from fedgraft.core.state import ServerState, from_tensors, to_tensors
 from fedgraft.local.memory import one_thread
 from fedgraft.report import representation_figures
+from fedgraft.runs import memory_store, personal_store
 from fedgraft.runs.callbacks import Callback, Checkpoints, EarlyStopping, PrivacyBudget, StopRun
 from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
+from fedgraft.runs.estimate import require_disk
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.head_init import InitialModel, install, install_head, own_starts
 from fedgraft.runs.measure import Measure
+from fedgraft.runs.memory_store import MemoryStore
 from fedgraft.runs.open_run import OpenRun, open_run
 from fedgraft.runs.personal_store import PersonalStore, first_models
 from fedgraft.runs.plan import check_setup
 from fedgraft.runs.reporting import log_round, report_run, summary_of, write_phases, write_skipped
 from fedgraft.runs.round_log import RoundLog
-from fedgraft.runs.saving import Best, pack_run, protection_label, saved_edit
+from fedgraft.runs.saving import Best, client_stores, pack_run, protection_label, saved_edit
 from fedgraft.runs.secrets import read_or_draw_secret, store_secret, without_cohort_size
 from fedgraft.runs.setup import SECRET_BYTES, RunSetup, setup_of
 from fedgraft.runs.trackers import tracker_named
@@ -225,7 +230,7 @@ class _Run:
 
     def _train_and_test(self) -> dict[str, Any]:
         """Begin or resume, run the rounds, test the best model; return the summary."""
-        checkpoint = self.record.resume(self._check_personal_store)
+        checkpoint = self.record.resume(self._open_client_files)
         last_round = None if checkpoint is None else checkpoint.round
         self.log = RoundLog(self.record.path, self.setup.identity, self.secret, last_round)
         write_skipped(self.record.path, self.setup.task.data)
@@ -276,13 +281,14 @@ class _Run:
 
     def _first_personal_models(self, state: ServerState, initial: InitialModel | None) -> Mapping[int, Tensor]:
         """Return the models that clients start with where each has its own, on disk if they are large."""
-        megabytes = self.setup.federation.clients * len(state.vector) * 4 / 1e6
+        needed = self.setup.federation.clients * len(state.vector) * 4
         has_personal_models = Capability.PERSONAL_MODELS in self.setup.algorithm.provides
-        on_disk = has_personal_models and megabytes > self.config.rounds.personal_memory_mb
+        on_disk = has_personal_models and needed > self._limit_in_memory
         if on_disk:
-            log.info("the clients' models (%.0f MB) are stored on disk", megabytes)
+            require_disk(needed, self.record.path, "the clients' models")
+            log.info("the clients' models (%.0f MB) are stored on disk", needed / 1e6)
         starts = own_starts(self.setup, self.engines, self.opened.space, initial)
-        return first_models(self.record.path / "personal", len(state.vector), starts, on_disk)
+        return first_models(self.record.path / personal_store.KIND, len(state.vector), starts, on_disk)
 
     def _open(self, saved: Mapping[str, Tensor] | None) -> None:
         """Open the edit space and the engine of the rounds."""
@@ -296,6 +302,8 @@ class _Run:
             self.engine = self.remote
         if self.wrap is not None:
             self.engine = self.wrap(self.setup, self.opened, self.engine)
+        if self.remote is None:
+            self.engine.memory = self._empty_memories()
         self.measure = Measure(self.setup, self.opened, self.engine)
 
     # ---- rounds
@@ -305,24 +313,28 @@ class _Run:
 
         An interrupt saves the state before the round under way. Raises if no response of any round could be used.
         """
-        while state.round < self.config.rounds.total:
-            best = self.tally.best
-            self.stop = _first_stop((callback, callback.on_round_start(state, best)) for callback in self.callbacks)
-            if self.stop is not None:
-                break
-            memories_before = dict(self.engine.memory)
-            tally_before = self.tally
-            try:
-                state = self._one_round(state)
-            except KeyboardInterrupt:  # half a round must not leave traces: save as it was before
-                self.engine.memory = memories_before
-                self.tally = tally_before
-                self._save(state)
-                raise
-            for callback in self.callbacks:
-                callback.on_round_committed(state)
-            if self.stop is not None:
-                break
+        with InterruptMonitor() as interrupts:
+            while state.round < self.config.rounds.total:
+                best = self.tally.best
+                self.stop = _first_stop((callback, callback.on_round_start(state, best)) for callback in self.callbacks)
+                if self.stop is not None:
+                    break
+                memories_before = _copied(self.engine.memory)
+                tally_before = self.tally
+                try:
+                    interrupts.raise_if_interrupted()
+                    state = self._one_round(state)
+                except KeyboardInterrupt:  # half a round must not leave traces: save as it was before
+                    self.engine.memory = memories_before
+                    self.tally = tally_before
+                    self._save(state)
+                    raise
+                for callback in self.callbacks:
+                    callback.on_round_committed(state)
+                if self.saved_round != state.round and self._files_want_checkpoint(state):
+                    self._save(state)
+                if self.stop is not None:
+                    break
         if state.round == self.config.rounds.total:
             self.stop = None  # a stop after the last round is its usual end
         if self.stop is not None:
@@ -447,31 +459,54 @@ class _Run:
         """Write a checkpoint of the state."""
         began = time.perf_counter()
         best = self.tally.best
-        tensors, meta = pack_run(self.setup, self.opened, state, self.engine.memory, best)
+        stores = self._stores_on_disk(state)
+        memories = self.engine.memory
+        if memory_store.KIND in stores:
+            memories = {}  # a checkpoint refers to memories in files
+        tensors, meta = pack_run(self.setup, self.opened, state, memories, best)
         meta |= {"totals": self.tally.totals, "seconds": self.tally.seconds, "unused": self.tally.unused}
-        store = state.personal if isinstance(state.personal, PersonalStore) else None
-        if store is not None:
-            meta["personal"] = store.sealed()
+        for kind, store in stores.items():
+            meta[kind] = store.sealed()
         score_if_best = best.score if best.round == state.round else None
         path = self.record.save_checkpoint(state.round, tensors, meta, best=score_if_best)
         self.saved_round = state.round
-        if store is not None:
+        for store in stores.values():
             store.release(self.record.checkpoints)
         seconds = time.perf_counter() - began
         self.phases["checkpoints"] = self.phases.get("checkpoints", 0.0) + seconds
         for callback in self.callbacks:
             callback.on_checkpoint(path, state)
 
-    def _check_personal_store(self, checkpoint: Checkpoint) -> None:
-        """Open the personal models on disk that a checkpoint names into `self.store`.
+    def _empty_memories(self) -> MemoryStore:
+        """Return the place for what clients remember: in memory, and on disk once it is large."""
+        return MemoryStore(self.record.path / memory_store.KIND, self._limit_in_memory)
 
-        Raise `BadCheckpoint` if damaged.
+    @property
+    def _limit_in_memory(self) -> float:
+        """Bytes of all clients' models, and of all clients' memories, beyond which they lie on disk."""
+        return self.config.rounds.personal_memory_mb * 1e6
+
+    def _stores_on_disk(self, state: ServerState) -> dict[str, PersonalStore | MemoryStore]:
+        """Return the stores of clients' files that this state refers to, by their word in a checkpoint's meta."""
+        stores: dict[str, PersonalStore | MemoryStore] = {}
+        if isinstance(state.personal, PersonalStore):
+            stores[personal_store.KIND] = state.personal
+        memories = self.engine.memory
+        if isinstance(memories, MemoryStore) and memories.on_disk:
+            stores[memory_store.KIND] = memories
+        return stores
+
+    def _files_want_checkpoint(self, state: ServerState) -> bool:
+        """Return whether a checkpoint now would spare much disk in the next round."""
+        next_writes = self.setup.federation.per_round
+        return any(store.wants_checkpoint(next_writes) for store in self._stores_on_disk(state).values())
+
+    def _open_client_files(self, checkpoint: Checkpoint) -> None:
+        """Open the files that a checkpoint names into `self.personal_models` and `self.memories`; None without such.
+
+        Raise `BadCheckpoint` if one is damaged.
         """
-        self.store: PersonalStore | None = None
-        if "personal" in checkpoint.meta:
-            length = len(checkpoint.tensors["vector"])
-            folder = self.record.path / "personal"
-            self.store = PersonalStore.restore(folder, length, checkpoint.meta["personal"])
+        self.personal_models, self.memories = client_stores(self.record.path, checkpoint, self._limit_in_memory)
 
     def _restore(self, checkpoint: Checkpoint) -> ServerState:
         """Return the state of a checkpoint; the head that the run began with goes back into the network first."""
@@ -480,12 +515,22 @@ class _Run:
         install(self.setup.task.network, tensors["head"])
         self._open(saved_edit(tensors))
         state, memories = from_tensors(checkpoint.round, tensors, meta)
-        self.engine.memory = dict(memories)
+        if self.memories is not None:
+            self.engine.memory = self.memories
+        else:
+            self.engine.memory.update(memories)
         self.saved_round = checkpoint.round
         best = Best(**meta["best"], vector=tensors.get("best/vector"))
         totals = meta["totals"]
         self.tally = _Tally(best, totals["bytes_up"], totals["bytes_down"], float(meta["seconds"]), meta["unused"])
         log.info("resumed after round %d", state.round)
-        if self.store is None:
+        if self.personal_models is None:
             return state
-        return replace(state, personal=self.store)
+        return replace(state, personal=self.personal_models)
+
+
+def _copied(memories: MutableMapping[int, ClientMemory]) -> MutableMapping[int, ClientMemory]:
+    """Return a mapping with the same memories that later changes do not reach; no tensor is copied."""
+    if isinstance(memories, MemoryStore):
+        return memories.copy()
+    return dict(memories)

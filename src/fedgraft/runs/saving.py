@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,11 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.config.build import budget
 from fedgraft.config.options import Config
 from fedgraft.core.state import Memories, ServerState, to_tensors
+from fedgraft.runs import memory_store, personal_store
+from fedgraft.runs.checkpoint import Checkpoint
+from fedgraft.runs.memory_store import MemoryStore
 from fedgraft.runs.open_run import OpenRun
+from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.runs.setup import RunSetup
 
 UNMEASURED = -1e9
@@ -61,6 +66,21 @@ def saved_edit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what a checkpoint or a message holds of the edit space: the tensors under "edit/", without that prefix."""
     prefix = "edit/"
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def client_stores(folder: Path, saved: Checkpoint, limit: float = 0) -> tuple[PersonalStore | None, MemoryStore | None]:
+    """Return the clients' models and memories that a checkpoint of the run in `folder` names; None: it holds them.
+
+    `limit` is that of `MemoryStore`. Raise `BadCheckpoint` if a file is missing or damaged.
+    """
+    models = None
+    memories = None
+    if personal_store.KIND in saved.meta:
+        length = len(saved.tensors["vector"])
+        models = PersonalStore.restore(folder / personal_store.KIND, length, saved.meta[personal_store.KIND])
+    if memory_store.KIND in saved.meta:
+        memories = MemoryStore.restore(folder / memory_store.KIND, limit, saved.meta[memory_store.KIND])
+    return models, memories
 
 
 def protection_label(algorithm: Algorithm) -> str:

@@ -136,7 +136,7 @@ def test_only_what_is_asked_is_computed_and_only_once(network: Toy, tmp_path: Pa
     network.counts.passes = network.counts.met = 0
     cached.batch(torch.tensor([3, 5, 4, 3]))
     cached.batch(torch.tensor([5, 70]), generator(1))  # by this draw the second alone is mirrored
-    assert set(np.flatnonzero(cached.cache._checked)) == {3, 4, 5, 70 + COUNT}
+    assert set(np.flatnonzero(cached.cache._files.checked)) == {3, 4, 5, 70 + COUNT}
     assert network.counts.passes == 2 and network.counts.met == 16  # filled up to eight each time, with the same bits
     cached.prepare()
     assert network.counts.met == 16 + 144  # all 2 * 73 - 4 others: four whole batches, and 14 that are filled up to 16
@@ -292,7 +292,7 @@ def test_a_large_table_is_read_row_by_row_and_never_mapped(
     mapped = CachedExamples(images(), network, 1, tmp_path / "a").batch(rows, generator(2))
     monkeypatch.setattr(feature_table, "MAPPED", 0)
     read = CachedExamples(images(), network, 1, tmp_path / "b")
-    assert read.cache._data is None and torch.equal(read.batch(rows, generator(2)), mapped)
+    assert read.cache._files.mapped is None and torch.equal(read.batch(rows, generator(2)), mapped)
     again = CachedExamples(images(), network, 1, tmp_path / "a")  # what the other way stored is the same file
     network.counts.passes = 0
     assert torch.equal(again.batch(rows, generator(2)), mapped) and network.counts.passes == 0
@@ -321,7 +321,7 @@ def test_the_probe_sees_a_row_that_depends_on_its_place(tmp_path: Path) -> None:
     assert cached.digest != CachedExamples(images(), network, 2, tmp_path).digest  # other neighbours, other bits
     one = CachedExamples(images(), network, 2, tmp_path / "c", order=lambda: order)
     one.batch(torch.tensor([int(order[40])]))
-    assert set(np.flatnonzero(one.cache._checked)) == set(order[BLOCK : 2 * BLOCK])  # its neighbours in the order
+    assert set(np.flatnonzero(one.cache._files.checked)) == set(order[BLOCK : 2 * BLOCK])  # its neighbours in the order
 
 
 def test_a_planted_trust_in_single_rows_would_change_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ import numpy as np
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.labelled import Labelled, check_range, short_digest
+from fedgraft.data.pixels.on_demand import DecodedPixels
 from fedgraft.data.pixels.originals import Originals, from_arrays
-from fedgraft.data.pixels.pixel_store import Pixels, open_pixels
+from fedgraft.data.pixels.pixel_store import Pixels, open_pixels, stored_pixels
 from fedgraft.data.pixels.rule import PixelRule
 
 log = logging.getLogger("fedgraft")
@@ -38,6 +39,8 @@ class ImageStore(Labelled):
 
     content: np.ndarray | Originals  # uint8 (M, H, W, 3)
     rows: np.ndarray | None = None  # (N,); None: all, in their order
+    keeps_pixels: bool = True
+    """Pixels made from originals are stored in the cache; else they are decoded whenever they are used."""
 
     @property
     def images(self) -> np.ndarray:
@@ -64,21 +67,26 @@ class ImageStore(Labelled):
             digest=short_digest(self.digest, rows.tobytes()),
         )
 
-    def open(self, rule: PixelRule) -> Pixels:
-        """Return the pixels that this rule makes, from the cache or made and cached now.
+    def open(self, rule: PixelRule) -> Pixels | DecodedPixels:
+        """Return the pixels that this rule makes: from the cache, made and cached now, or decoded when they are used.
 
-        Raise if some are unreadable.
+        Raise if some are unreadable; of pixels that are decoded later, that is known when they are used.
         """
         if isinstance(self.content, np.ndarray) and (_is_small(self.content.shape[1:3], rule) or not len(self)):
             return Pixels(self.content, self.digest, self.rows, rule.fit_batch)
         originals = self.originals
-        side = originals.side
+        stored_rule = rule
         fit = None
-        if side and _is_small((side, side), rule):  # stored at their own size, fitted when they are used
-            pixels = open_pixels(originals, PixelRule(side), cache_dir())
+        if originals.side and _is_small((originals.side, originals.side), rule):
+            stored_rule = PixelRule(originals.side)  # stored at their own size, fitted when they are used
             fit = rule.fit_batch
+        if self.keeps_pixels:
+            pixels = open_pixels(originals, stored_rule, cache_dir())
         else:
-            pixels = open_pixels(originals, rule, cache_dir())
+            stored = stored_pixels(originals, stored_rule, cache_dir())
+            if stored is None:
+                return DecodedPixels(originals, rule, short_digest(self.digest, rule.digest), self.rows)
+            pixels = stored
         self._refuse_unreadable(pixels)
         if pixels.clipped:
             _warn_clipped(pixels.digest, pixels.clipped, pixels.peak)
@@ -102,6 +110,18 @@ class ImageStore(Labelled):
         if not isinstance(self.content, Originals) or not len(self):
             return {}
         return self._unreadable_rows(open_pixels(self.content, rule or PixelRule(1), cache_dir()))
+
+    def without_stored_pixels(self) -> ImageStore:
+        """Return the same store, which decodes its originals whenever they are used; refuse originals in parquet."""
+        if isinstance(self.content, Originals) and not self.content.by_row:
+            raise FedgraftError(
+                "E-DATA-STORE-NONE",
+                f"images in {self.content.name} can be read only many at a time, so data.store='none' would read each "
+                "of them many times",
+                "leave data.store out, or unpack the images into a folder",
+                name=self.content.name,
+            )
+        return replace(self, keeps_pixels=False)
 
     def where(self, row: int) -> str:
         """Return how a person finds the image of a row, for example the path of its file."""

@@ -36,6 +36,15 @@ class Dataset:
         """Names of the classes, in the order of the labels."""
         return self.train.classes
 
+    def without_stored_pixels(self) -> Dataset:
+        """Return the same data, whose images are decoded whenever they are used and stored nowhere."""
+        stores = []
+        for store in (self.train, self.test):
+            if isinstance(store, ImageStore):
+                store = store.without_stored_pixels()
+            stores.append(store)
+        return replace(self, train=stores[0], test=stores[1])
+
     def __repr__(self) -> str:
         """Return name and sizes."""
         images = f"{len(self.train):,} training and {len(self.test):,} test images"
