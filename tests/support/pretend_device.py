@@ -121,6 +121,13 @@ class DeviceTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage of what is wrapped, for those who count bytes."""
+        return self.raw.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
