@@ -8,13 +8,16 @@ import pytest
 import torch
 from tests.support.errors import raises
 from tests.support.pretend_device import NAME
-from tests.support.tiny import Open, same_bits, tensors_of, tiny, without_pictures
+from tests.support.tiny import CNN, Open, same_bits, tensors_of, tiny, without_pictures
+from tests.unit.engines.test_flower_node import SMALL, Direct
 
 from fedgraft.cli.overrides import config_of
-from fedgraft.config.load import from_folder
+from fedgraft.config.load import Config, from_folder, load
 from fedgraft.core.device import CHOICE, Device, choose_devices
 from fedgraft.core.device_choice import AUTO
 from fedgraft.data.pixels.store import cache_dir
+from fedgraft.deploy import node as node_module
+from fedgraft.deploy.deployed import run_deployed
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.loop import run
 from fedgraft.runs.plan import plan_run
@@ -130,3 +133,29 @@ def test_a_fork_beside_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("FEDGRAFT_START", "fork")
     with raises("E-ENGINES-FORK-DEVICE"):
         run(tiny(BODY, f"device={NAME}", "workers=2"), tmp_path / "run", console=False)
+
+
+def test_nodes_compute_where_their_owners_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has a device that the sites do not have: they take part on their CPUs, with the same bits."""
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FEDGRAFT_NODE_HOME", str(tmp_path / "home"))
+    config = load(None, [*SMALL, "data.limit=60", CNN, "rounds.total=1"])
+    kinds = []
+    build = node_module.setup_of
+
+    def setup_of(*args, **options):  # type: ignore[no-untyped-def]
+        setup = build(*args, **options)
+        kinds.append(Device.of(setup.task.network).kind)
+        return setup
+
+    monkeypatch.setattr(node_module, "setup_of", setup_of)
+    with without_pictures():
+        run(config, tmp_path / "here", console=False)
+        elsewhere = merge_device(config, NAME)
+        run_deployed(elsewhere, tmp_path / "there", Direct(merge_device(config, "cuda:7"), tmp_path / "there"))
+    assert kinds == ["cpu"] * 3
+    assert torch.equal(tensors_of(tmp_path / "here")["vector"], tensors_of(tmp_path / "there")["vector"])
+
+
+def merge_device(config: Config, name: str) -> Config:
+    return config.model_copy(update={"device": name})
