@@ -22,6 +22,7 @@ from fedgraft.cli import help as cli_help
 from fedgraft.cli import predict as cli_predict
 from fedgraft.cli import profile as cli_profile
 from fedgraft.cli import runs as cli_runs
+from fedgraft.cli import selftest as cli_selftest
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.cli import verify as cli_verify
 from fedgraft.cli.console import echo, import_runtime
@@ -250,6 +251,7 @@ app.command()(cli_consortium.preflight)
 app.command()(cli_consortium.unlearn)
 app.command()(cli_consortium.worth)
 app.command()(cli_profile.profile)
+app.command()(cli_selftest.selftest)
 app.command()(cli_runs.show)
 app.command()(cli_sweep.sweep)
 app.command()(cli_sweep.watch)
