@@ -44,8 +44,20 @@ BASE = (
     "workers=1",
     "engine=reference",
 )
-ALGORITHMS = ("fedprox", "scaffold", "feddyn", "fednova", "fedadam", "moon", "fedlc", "ditto", "fedper", "fedrep")
-ALGORITHMS += ("fedala", "fedfisher")
+ALGORITHMS: tuple[str, ...] = (
+    "fedprox",
+    "scaffold",
+    "feddyn",
+    "fednova",
+    "fedadam",
+    "moon",
+    "fedlc",
+    "ditto",
+    "fedper",
+    "fedrep",
+    "fedala",
+    "fedfisher",
+)
 NEAR = 0.02
 """A device is near the CPU if its model is at most so far from the CPU's, by the distance that training moved."""
 NEAR_HALF = 0.2
