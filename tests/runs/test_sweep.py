@@ -11,7 +11,9 @@ import csv
 import json
 import math
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,10 +29,12 @@ from tests.support.tiny import CNN
 
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.config.load import load
-from fedgraft.consortium import search, sweep
+from fedgraft.consortium import claims, search, sweep
+from fedgraft.consortium.claims import Claims
 from fedgraft.consortium.search import Search, SearchPlan, Trial, best_so_far, diverged_at
 from fedgraft.consortium.search_space import Axis, grid_settings, parse_axis
 from fedgraft.consortium.search_tables import best, rows
+from fedgraft.consortium.slurm import write_array_script
 from fedgraft.consortium.sweep import Cell, finished_summary, folder_of, run_many
 from fedgraft.core.errors import FedgraftError
 from fedgraft.runs.folder import RunFolder
@@ -508,7 +512,7 @@ def test_a_run_killed_from_outside_is_begun_once_more(
     thread = threading.Thread(target=sweep._run_in_child, args=(cell, threading.Event()))
     thread.start()
     for again in (1, 2):
-        while starts(tmp_path / "s")[cell.config.digest] < again or sweep._status(cell.folder) != "running":
+        while starts(tmp_path / "s")[cell.config.digest] < again or sweep.status_of(cell.folder) != "running":
             time.sleep(0.01)
         os.kill(begun[-1].pid, signal.SIGKILL)
     thread.join(30)
@@ -560,6 +564,78 @@ def test_the_command_prints_the_table_and_the_best(
     assert "no improvement over the initial model" in capsys.readouterr().out
     with raises("E-CLI-SEEDS", seeds="a"):
         cli_sweep.sweep(TINY, ["local.lr=0.1"], "a")
+
+
+# Several machines
+
+
+def test_a_run_is_claimed_by_one_process_and_taken_over_only_when_abandoned(tmp_path: Path) -> None:
+    first, second = Claims(tmp_path), Claims(tmp_path)
+    run_folder = tmp_path / "run-1"
+    with first.active(), second.active():
+        assert first.take(run_folder) and first.take(run_folder) and not second.take(run_folder)
+        first.give_back(run_folder)
+        assert second.take(run_folder) and not first.take(run_folder)
+        claim = tmp_path / "run-1.claim"
+        edge = claim.stat().st_mtime - claims.ABANDONED
+        os.utime(claim, (edge + 5, edge + 5))
+        assert not first.take(run_folder)
+        os.utime(claim, (edge - 5, edge - 5))
+        assert first.take(run_folder)
+        second.give_back(run_folder)  # it lost the claim: the new owner's stays
+        assert claim.exists() and not second.take(run_folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_claim_of_a_process_that_was_killed_here_is_free_at_once(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    content = {"owner": "somebody", "host": socket.gethostname(), "process": ended.pid}
+    (tmp_path / "run-1.claim").write_text(json.dumps(content))
+    (tmp_path / "run-2.claim").write_text(json.dumps({**content, "host": "elsewhere"}))
+    mine = Claims(tmp_path)
+    with mine.active():
+        assert mine.take(tmp_path / "run-1") and not mine.take(tmp_path / "run-2")
+
+
+def test_two_processes_divide_a_grid_and_both_have_all_results(
+    tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "_POLL", 0.01)
+    made = plan("local.lr=0.01,0.03,0.1,0.3", seeds=(0, 1))
+    search.write_plan(made, tmp_path / "s")
+    assert search.joined_plan(tmp_path / "s") == made
+    results: dict[str, list[Trial]] = {}
+
+    def work(name: str) -> None:
+        results[name] = run(search.joined_plan(tmp_path / "s"), tmp_path / "s")[0]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(starts(tmp_path / "s").values()) == [1] * 8
+    for trials in results.values():
+        assert [trial.status for trial in trials] == ["finished"] * 4
+    assert not list((tmp_path / "s").glob("*.claim"))
+
+
+def test_what_cannot_be_joined_is_one_sentence(tmp_path: Path) -> None:
+    with raises("E-CONSORTIUM-JOIN"):
+        search.joined_plan(tmp_path)
+    (tmp_path / search.PLAN_FILE).write_text("[]")
+    with raises("E-CONSORTIUM-JOIN"):
+        search.joined_plan(tmp_path)
+
+
+def test_the_script_for_slurm_joins_the_grid(tmp_path: Path) -> None:
+    (tmp_path / "my sweep").mkdir()
+    text = write_array_script(tmp_path / "my sweep", 3).read_text()
+    assert "#SBATCH --array=0-2" in text and "#SBATCH --job-name=fedgraft-my-sweep" in text
+    last = text.strip().splitlines()[-1]
+    assert shlex.split(last)[-4:] == ["--join", str(tmp_path / "my sweep"), "--processes", "0"]
+    subprocess.run(["bash", "-n", tmp_path / "my sweep" / "sweep.sbatch"], check=True)
 
 
 def test_rows_of_nothing() -> None:

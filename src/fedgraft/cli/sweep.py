@@ -87,18 +87,39 @@ def sweep(
     prune: Prune = 0,
     processes: Processes = 2,
     folder: Annotated[Path | None, typer.Option("--folder", "-o", help="default: sweeps/NAME")] = None,
+    join: Annotated[
+        Path | None, typer.Option("--join", help="help with the grid in this shared folder, from any machine")
+    ] = None,
+    array: Annotated[
+        int, typer.Option("--array", help="write a Slurm script of so many jobs that run the grid, and stop", min=0)
+    ] = 0,
     device: DeviceName = None,
 ) -> None:
     """Try many settings and choose by validation accuracy; started again, it continues where it stopped."""
     import_runtime()
-    from fedgraft.consortium.search import Search, SearchPlan
+    from fedgraft.consortium.search import Search, SearchPlan, joined_plan, write_plan
     from fedgraft.consortium.search_space import parse_axis
     from fedgraft.consortium.search_tables import best, rows
 
-    base = config_of(overrides, device)
-    axes = tuple(parse_axis(text) for text in over or [])
-    plan = SearchPlan(base, axes, seeds_of(seeds, base.seed), search, trials, prune)
-    root = folder or Path("sweeps") / base.name
+    if join is not None:
+        if overrides or over or seeds is not None:
+            raise FedgraftError(
+                "E-CLI-JOIN", "--join takes config, --over and --seeds from the sweep's folder", "leave them out"
+            )
+        plan = joined_plan(join)
+        root = join
+    else:
+        base = config_of(overrides, device)
+        axes = tuple(parse_axis(text) for text in over or [])
+        plan = SearchPlan(base, axes, seeds_of(seeds, base.seed), search, trials, prune)
+        root = folder or Path("sweeps") / base.name
+    if array:
+        from fedgraft.consortium.slurm import write_array_script
+
+        Search(plan, root, typer.echo)  # refuses wrong values before anything is written
+        write_plan(plan, root)
+        typer.echo(f"submit it with: sbatch {write_array_script(root, array)}")
+        return
     with resumable():
         results = Search(plan, root, typer.echo).run(processes)
     show(rows(results))

@@ -99,9 +99,9 @@ def _run_in_child(cell: Cell, stop: Event) -> str:
     A run that was killed from outside is started once more.
     """
     for _ in range(2):
-        while _status(cell.folder) == "running" and not stop.wait(_PAUSE):  # the process of an earlier sweep
+        while status_of(cell.folder) == "running" and not stop.wait(_PAUSE):  # the process of an earlier sweep
             pass
-        if stop.is_set() or _status(cell.folder) == "finished":
+        if stop.is_set() or status_of(cell.folder) == "finished":
             break
         process = _start(cell)
         while process.poll() is None:
@@ -111,7 +111,7 @@ def _run_in_child(cell: Cell, stop: Event) -> str:
                     process.wait(_GRACE)
                 process.kill()
                 process.wait()
-        if stop.is_set() or _status(cell.folder) not in {"interrupted", "running"}:
+        if stop.is_set() or status_of(cell.folder) not in {"interrupted", "running"}:
             break
     return last_output_line(cell.folder)
 
@@ -283,12 +283,12 @@ def _accuracy_text(summary: dict[str, Any]) -> str:
 
 def finished_summary(folder: Path) -> dict[str, Any] | None:
     """Return the summary of a finished run; None if it is not finished."""
-    if _status(folder) != "finished":
+    if status_of(folder) != "finished":
         return None
     return RunFolder.open(folder).summary()
 
 
-def _status(folder: Path) -> str:
+def status_of(folder: Path) -> str:
     """Return the status of a run; empty if the folder has none."""
     if not (folder / "run.json").exists():
         return ""
