@@ -103,7 +103,18 @@ def rows_from_tables() -> dict[str, tuple[str, ...]]:
     return rows
 
 
-CONFIGS = rows_from_tables()
+def without_repetitions(rows: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Rows that are one config, such as a default and its name, become one row with all their names."""
+    names: dict[str, list[str]] = {}
+    options: dict[str, tuple[str, ...]] = {}
+    for name, given in rows.items():
+        digest = tiny(*given).digest
+        names.setdefault(digest, []).append(name)
+        options.setdefault(digest, given)
+    return {"; ".join(names[digest]): options[digest] for digest in names}
+
+
+CONFIGS = without_repetitions(rows_from_tables())
 MORE_CONFIGS: dict[str, tuple[str, ...]] = {
     **{f"scores {labels}": (*SPARSE, f"trainable.sparse.labels={labels}") for labels in fisher.LABELS},
     **{f"merged {merge}": (*SPARSE, f"trainable.sparse.merge={merge}") for merge in ("union", "intersection", "vote")},

@@ -69,6 +69,7 @@ def test_a_stopped_run_of_float16_ends_in_the_same_bytes(tmp_path: Path, monkeyp
     assert sum(first["clients"]["retried"]) > 0 and "retried" not in second["clients"]
 
 
+@pytest.mark.deploy
 def test_fused_attention_on_devices_that_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = vector_of(tmp_path / "plain", BODY)
     monkeypatch.setattr(networks, "FUSED_ATTENTION", frozenset({NAME}))
