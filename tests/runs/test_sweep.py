@@ -33,7 +33,7 @@ from fedgraft.consortium import claims, search, sweep
 from fedgraft.consortium.claims import Claims
 from fedgraft.consortium.search import Search, SearchPlan, Trial, best_so_far, diverged_at
 from fedgraft.consortium.search_space import Axis, grid_settings, parse_axis
-from fedgraft.consortium.search_tables import best, rows
+from fedgraft.consortium.search_tables import best_trial, setting_rows
 from fedgraft.consortium.slurm import write_array_script
 from fedgraft.consortium.sweep import Cell, finished_summary, folder_of, run_many
 from fedgraft.core.errors import FedgraftError
@@ -120,7 +120,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "stand_in.py"
     program.write_text(STAND_IN)
     monkeypatch.setattr(sweep, "cell_command", lambda cell, file: [sys.executable, "-IS", program, file, cell.folder])
-    monkeypatch.setattr(sweep, "carry_out", stand_in_here)
+    monkeypatch.setattr(sweep, "run_cell", stand_in_here)
     return program
 
 
@@ -297,7 +297,7 @@ def test_grid_over_seeds_chooses_by_validation_and_writes_tables(tmp_path: Path,
     root = tmp_path / "s"
     trials, lines = run(plan("local.lr=0.001,0.1,0.01", "partition.kind=iid,stratified", seeds=(0, 1)), root, 2)
     assert len(trials) == 6 and all(t.status == "finished" for t in trials)
-    first = best(trials)
+    first = best_trial(trials)
     assert first is not None and first.setting == {"local.lr": 0.1, "partition.kind": "iid"}
     assert len([line for line in lines if "validation" in line]) == 12 and lines[-1].startswith("[12/12]")
     assert "min left" in lines[0]
@@ -396,7 +396,7 @@ def test_settings_behind_the_median_are_stopped_recorded_and_not_repeated(
     before = starts(root)
     again, _ = run(made, root)
     assert starts(root) == before and [t.pruned for t in again] == [t.pruned for t in trials]
-    assert best(again) is not None
+    assert best_trial(again) is not None
     finished_all, _ = run(plan(PRUNED, seeds=(0, 1)), root)  # a sweep without --prune does not care
     assert [t.status for t in finished_all] == ["finished"] * 4
     assert [t.status for t in run(made, root)[0]] == ["finished"] * 4  # and what is finished stays so
@@ -436,7 +436,7 @@ def test_ctrl_c_is_no_pruning(tmp_path: Path, stand_in: Path, monkeypatch: pytes
     def interrupted(cell: Cell, progress: Progress) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sweep, "carry_out", interrupted)
+    monkeypatch.setattr(sweep, "run_cell", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(plan("local.lr=0.1", prune_after=1), tmp_path / "s")
 
@@ -639,7 +639,7 @@ def test_the_script_for_slurm_joins_the_grid(tmp_path: Path) -> None:
 
 
 def test_rows_of_nothing() -> None:
-    assert rows([]) == [] and best([]) is None
+    assert setting_rows([]) == [] and best_trial([]) is None
 
 
 def test_the_command_line_still_starts_without_torch() -> None:

@@ -167,7 +167,7 @@ def status(fed: Fed) -> None:
     """Coordinator: show the latest run and whose updates are in which rounds. Exit code 1: the run died."""
     from fedgraft.deploy.coordinator import connect_control, run_state, running_server
     from fedgraft.deploy.folder import open_federation
-    from fedgraft.report.run_record import present
+    from fedgraft.report.run_record import current_phases
 
     federation = open_federation(fed)
     running = running_server(federation)
@@ -188,7 +188,7 @@ def status(fed: Fed) -> None:
     typer.echo(f"run {state.id}: {state.status}{_describe_rounds(federation, folder)}")
     _print_contributions(federation, folder)
     if folder is not None and not state.over:
-        for line in present(folder):
+        for line in current_phases(folder):
             typer.echo(f"now: {line}")
     if folder is not None:
         typer.echo(f"folder: {folder}")

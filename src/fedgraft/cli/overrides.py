@@ -39,7 +39,10 @@ DeviceName = Annotated[
 
 
 def config_of(overrides: list[str] | None, device: str | None = None) -> Config:
-    """Return the config that these arguments describe; `device` is that of `--device`."""
+    """Return the config of command-line arguments: a TOML file, a preset or data first, then `key=value`.
+
+    `device` is that of `--device`.
+    """
     if device is not None:
         overrides = [*(overrides or []), f"device={device}"]
     from fedgraft.config import presets
@@ -57,7 +60,7 @@ def config_of(overrides: list[str] | None, device: str | None = None) -> Config:
 
 
 def _on_data(data: str, rest: list[str]) -> Config:
-    """Return the config of a run on images at a path, named after it."""
+    """Return the config of a run on the images at the path `data`, named after it; `rest` are `key=value` words."""
     from fedgraft.config.from_data import config_for
     from fedgraft.config.load import parse_overrides
 

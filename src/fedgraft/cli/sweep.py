@@ -23,7 +23,7 @@ _NO_GAIN = "no improvement over the initial model: the best round is the start"
 
 
 def seeds_of(text: str | None, default: int) -> tuple[int, ...]:
-    """Return whole numbers separated by commas; the default without a text."""
+    """Return the seeds in `--seeds 0,1,2` as numbers; (`default`,) without the option."""
     if text is None:
         return (default,)
     try:
@@ -47,8 +47,8 @@ def resumable() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def show(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table with its best row marked."""
+def print_settings(rows: Sequence[Mapping[str, str]]) -> None:
+    """Print the table of tried settings; the row with the status "best" is marked."""
     import textwrap
 
     import rich
@@ -99,7 +99,7 @@ def sweep(
     import_runtime()
     from fedgraft.consortium.search import Search, SearchPlan, joined_plan, write_plan
     from fedgraft.consortium.search_space import parse_axis
-    from fedgraft.consortium.search_tables import best, rows
+    from fedgraft.consortium.search_tables import best_trial, setting_rows
 
     if join is not None:
         if overrides or over or seeds is not None:
@@ -122,8 +122,8 @@ def sweep(
         return
     with resumable():
         results = Search(plan, root, typer.echo).run(processes)
-    show(rows(results))
-    winner = best(results)
+    print_settings(setting_rows(results))
+    winner = best_trial(results)
     if winner is not None:
         typer.echo(f"best on validation: {winner.label}")
         if not any(summary["best_round"] for summary in winner.summaries.values()):
@@ -156,7 +156,7 @@ def find_lr(
         root = Path("sweeps") / name
     with resumable():
         findings = find_rate(plan, root, processes, typer.echo)
-    show(findings.rows())
+    print_settings(findings.rows())
     typer.echo(f"best on validation: local.lr={findings.best.rate:g}")
     if not findings.best.improved:
         typer.echo(_NO_GAIN)

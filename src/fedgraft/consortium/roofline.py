@@ -34,7 +34,7 @@ class Roofline:
 
 
 def best_seconds(work: Callable[[], object], repeats: int = 5, device: Device = HOST) -> float:
-    """Return the shortest time of some calls after a warm-up call: other work on the machine only adds time."""
+    """Return the shortest time of `repeats` calls of `work`, after one to warm up: other work only adds time."""
     work()
     times = []
     for _ in range(repeats):
@@ -47,7 +47,7 @@ def best_seconds(work: Callable[[], object], repeats: int = 5, device: Device = 
 
 
 def measure_roofline(repeats: int = 5, device: Device = HOST) -> Roofline:
-    """Time a matrix product and a memory copy on this device and return both peak rates."""
+    """Time a matrix product and a memory copy on this device, `repeats` times each, and return both peak rates."""
     with device.making():
         a = torch.ones(SIDE, SIDE)
         b = torch.ones(SIDE, SIDE)

@@ -169,7 +169,7 @@ class Trial:
         return " ".join(overrides) or "base config"
 
     def scores(self, split: str = "validation") -> list[float]:
-        """Return the accuracies by seed; none for a test set that was not evaluated."""
+        """Return the accuracies on `split` ("validation" or "test"), by seed; none where it was not evaluated."""
         accuracies = []
         for seed in self.runs:
             summary = self.summaries.get(seed)
@@ -218,7 +218,8 @@ class Search:
     def run(self, processes: int = 2) -> list[Trial]:
         """Run everything that is not done yet and return all trials. Failures are raised at the end.
 
-        The tables in the folder are written after each run.
+        `processes` runs are made at a time, 0: one after another in this process. The tables in the folder are written
+        after each run.
         """
         if self.plan.kind != "grid" or self.plan.prune_after:
             self.study = self.plan.study(self.root)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.store import locked, write_at
+from fedgraft.data.cache_limit import make_room, note_use
 from fedgraft.data.row_files import MAPPED, consecutive_runs, read_rows
 
 CHECKED = 128
@@ -63,7 +64,9 @@ class FeatureTable:
         sizes = {"features.bin": self._row_bytes * rows, "marks.bin": 8 * rows}
         with locked(self.folder / "lock"):
             if not self._is_intact(meta, sizes):
+                make_room(sum(sizes.values()), required=False)  # rows that nobody needs take no space
                 self._create(meta, sizes)
+            note_use(self.folder)
             # Written through the file, never through a map: a full disk is then an error and not a dead process.
             file = (self.folder / "features.bin").open("r+b", buffering=0)
             marks = np.memmap(self.folder / "marks.bin", np.uint64, "r+", shape=(rows,))
@@ -92,7 +95,10 @@ class FeatureTable:
         return intact
 
     def _create(self, meta: str, sizes: dict[str, int]) -> None:
-        """Write the files of an empty table: the marks first, so that no old mark vouches for new bytes."""
+        """Write the files of an empty table in place of any old ones; arguments as in `_is_intact`.
+
+        The marks come first, so that no old mark vouches for new bytes.
+        """
         for name in ("marks.bin", "features.bin"):
             # A new file instead of a truncated one: a process that still maps the old one keeps its own.
             (self.folder / name).unlink(missing_ok=True)

@@ -40,7 +40,7 @@ class LocalEngine(Protocol):
     memory: MutableMapping[int, ClientMemory]
 
     def exchange(self, requests: Sequence[Request]) -> Iterable[Response | tuple[int, str]]:
-        """Carry out the requests; (client, reason) stands for a client that did not answer."""
+        """Carry out the requests and return the responses; (client, reason) for a client that did not answer."""
         ...
 
 
@@ -302,7 +302,7 @@ def with_poisoned_rows(
         end = begin + len(client_copies.source)
         poisoned_rows[client] = torch.arange(begin, end)
         begin = end
-    context.release()
+    context.forget_binding()
     benign_rows = context.rows
 
     def rows(client: int) -> Tensor:
@@ -313,7 +313,7 @@ def with_poisoned_rows(
 
     examples = PoisonedExamples(context.examples, list(copies.values()), triggered)
     poisoned_context = replace(context, examples=examples, rows=rows)
-    poisoned_context.release()
+    poisoned_context.forget_binding()
     return poisoned_context
 
 

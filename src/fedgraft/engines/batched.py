@@ -369,7 +369,10 @@ class Batched(Memories):
         return _buffer(buffers, name, size, self.device)
 
     def _response(self, task: _ClientTask, update: Tensor, loss: float, effective_steps: float) -> Response:
-        """Return the response of one client from its update (k * (d + 1),) and its mean training loss."""
+        """Return the response of one client from its update (k * (d + 1),) and its mean training loss.
+
+        `effective_steps` are those of its training, for the links of the update.
+        """
         request = task.request
         sending = Sending(effective_steps, request.settings, len(update))
         update, scalars = run_chain(self.algorithm.update, update, sending)
@@ -378,7 +381,7 @@ class Batched(Memories):
 
 
 def _chunks(tasks: list[_ClientTask]) -> list[list[_ClientTask]]:
-    """Divide the tasks into chunks of at most `CHUNK` with equal steps and rates and about equal batch sizes."""
+    """Return the tasks in chunks of at most `CHUNK` with equal steps and rates and about equal batch sizes."""
     ordered = sorted(tasks, key=lambda task: (len(task.sizes), task.learning_rate, task.sizes[0], task.place))
     chunks = []
     for _, group in groupby(ordered, key=lambda task: (len(task.sizes), task.learning_rate)):

@@ -125,7 +125,7 @@ def _moving(context: ClientContext) -> Callable[[torch.device], None]:
     """Return the function with which a worker begins: it moves the network, and with it the work, to its device."""
 
     def begin(device: torch.device) -> None:
-        context.release()
+        context.forget_binding()
         cast(nn.Module, context.network).to(device)
 
     return begin

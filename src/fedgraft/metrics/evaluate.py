@@ -89,7 +89,7 @@ def evaluate_with_sums(
     with phase("evaluation", len(rows), "images") as progress:
 
         def measure(batch: Tensor) -> _BatchResult:
-            """Evaluate one batch of rows and report it as progress."""
+            """Return the counts of one batch of rows, and report it as progress."""
             result = _evaluate_batch(network, examples, batch, scores)
             progress.advance(len(batch))
             return result

@@ -129,7 +129,7 @@ def load(path: Path, config_digest: str | None = None) -> Checkpoint:
 
 
 def _bad(code: str, path: Path, problem: str) -> BadCheckpoint:
-    """Return the error for a checkpoint that cannot be used."""
+    """Return the error for a checkpoint that cannot be used; `problem` ends the sentence that its name begins."""
     return BadCheckpoint(code, f"checkpoint {path.name} {problem}", "use an earlier one", path=str(path))
 
 
@@ -165,7 +165,10 @@ def listing(folder: Path) -> list[Path]:
 def _encode(
     round: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], best: float | None
 ) -> list[bytes | memoryview]:
-    """Return the file in chunks: length, header, then views of the tensors' own memory, so nothing large is copied."""
+    """Return the bytes of a checkpoint file in chunks: length, header, then views of the tensors' own memory.
+
+    Nothing large is copied. `best` is the validation score for the header, None: it has none.
+    """
     metadata = json.dumps({"round": round, "best": best, "meta": dict(meta)}, sort_keys=True, separators=(",", ":"))
     entries: dict[str, Any] = {"__metadata__": {"fedgraft": metadata}}
     contents: list[bytes | memoryview] = []
@@ -205,7 +208,7 @@ def _stored_score(path: Path) -> float | None:
 
 
 def _round(path: Path) -> int:
-    """Return the round in the name of a checkpoint."""
+    """Return the number of the round in the file name of a checkpoint."""
     return int(path.name.split("-")[1])
 
 

@@ -50,13 +50,13 @@ class Engines:
         self._pools: WeakSet[Pool] = WeakSet()
 
     def preparing(self, context: ClientContext) -> AnyEngine:
-        """Return an engine for requests before the first round; never a batched one."""
+        """Return the engine for requests before the first round: the remote one, or a new one here, never batched."""
         if self.remote is not None:
             return self.remote
         return self._make(self.setup.algorithm, context, preparing=True)
 
     def training(self, algorithm: Algorithm, context: ClientContext) -> AnyEngine:
-        """Return the engine of the rounds on this machine."""
+        """Return a new engine for the rounds, where all clients are on this machine; log which one and why."""
         choice = self.choice(algorithm, context)
         name = "reference"
         if choice.mode == "batched":
@@ -65,7 +65,10 @@ class Engines:
         return self._make(algorithm, context)
 
     def _make(self, algorithm: Algorithm, context: ClientContext, preparing: bool = False) -> AnyEngine:
-        """Return the chosen engine; a pool is remembered so that its workers can be ended."""
+        """Return a new engine of the kind that `choice` chooses; a pool is remembered so that `close` ends its workers.
+
+        `preparing`: it is for requests before the first round.
+        """
         choice = self.choice(algorithm, context, preparing)
         if choice.mode == "batched":
             return Batched(algorithm, context)

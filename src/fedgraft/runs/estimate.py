@@ -260,7 +260,7 @@ def _train_one_step(setup: RunSetup, opened: OpenRun, examples: FeatureExamples,
     state = server.start(algorithm, space.gather(setup.task.network), space.trained)
     requests = server.instruct(algorithm, setup.federation, state, [0], space.digest)
     context = replace(opened.context, examples=examples, rows=lambda client: torch.arange(count))
-    context.release()
+    context.forget_binding()
     return train_locally(requests[0], algorithm, context, {})
 
 
@@ -275,7 +275,7 @@ def _tensors_of(setup: RunSetup) -> list[Tensor]:
 
 def _evaluation_batch(setup: RunSetup) -> int:
     """Return the number of images that are evaluated at once, from pixels."""
-    measured = max(len(setup.judging_rows), len(setup.task.data.dataset.test.labels))
+    measured = max(len(setup.evaluation_rows), len(setup.task.data.dataset.test.labels))
     return min(images_at_once(setup.task.network, 0, EVALUATION_BATCH), measured)
 
 
@@ -352,7 +352,7 @@ def _feature_tables(setup: RunSetup, opened: OpenRun) -> list[tuple[CachedExampl
     tables = []
     context = opened.context
     if isinstance(context.examples, CachedExamples):
-        tables.append((context.examples, len(setup.task.data.train_rows) + len(setup.judging_rows)))
+        tables.append((context.examples, len(setup.task.data.train_rows) + len(setup.evaluation_rows)))
     if isinstance(context.tests, CachedExamples):
         tables.append((context.tests, len(context.tests)))
     return tables
@@ -389,7 +389,7 @@ def _seconds(setup: RunSetup, opened: OpenRun, costs: StepCosts, processes: int)
     evaluations = 1
     if config.rounds.evaluate_every:
         evaluations += config.rounds.total // config.rounds.evaluate_every
-    evaluated = evaluations * len(setup.judging_rows) + len(data.dataset.test.labels)
+    evaluated = evaluations * len(setup.evaluation_rows) + len(data.dataset.test.labels)
     seconds["evaluation"] = costs.evaluation_seconds * evaluated / max(1, setup.threads)
     return seconds
 

@@ -133,7 +133,7 @@ def is_finished(folder: Path) -> bool:
 def _first_stop(answers: Iterable[tuple[Callback, StopRun | None]]) -> StopRun | None:
     """Return the first final stop, else the first stop, with the callback's name in its reason; None to go on.
 
-    Every callback is called, also behind one that stops: each sees every round.
+    `answers` are the callbacks with what each returned. All are read, so that each callback is called every round.
     """
     stops = []
     for callback, stop in answers:
@@ -171,7 +171,7 @@ class _Tally:
 
 
 class _Run:
-    """A run under way: the steps of `go` as methods."""
+    """A run under way in this process: head, rounds, checkpoints and final test as the methods that `go` calls."""
 
     def __init__(
         self,
@@ -200,7 +200,10 @@ class _Run:
         """Seconds outside the rounds, since this process began."""
 
     def _all_callbacks(self, progress: Progress, callbacks: Sequence[Callback]) -> list[Callback]:
-        """Return the callbacks of this run in the order in which they are called."""
+        """Return all callbacks of this run in the order in which they are called.
+
+        They are the config's trackers, the display `progress`, the user's `callbacks`, then stopping and checkpoints.
+        """
         options = self.config.rounds
         every = options.checkpoint_every
         if self.remote is not None:
@@ -250,7 +253,10 @@ class _Run:
     # ---- before the first round
 
     def _begin(self) -> ServerState:
-        """Make the head, open the edit space, and measure the state before round 1: the start is on every curve."""
+        """Make the head, open the edit space, measure the model before round 1 and record it; return its state.
+
+        Writes round 0 to the metrics and the log, and the first checkpoint.
+        """
         began = time.perf_counter()
         algorithm = self.setup.algorithm
         initial = install_head(self.setup, self.engines)
@@ -259,7 +265,7 @@ class _Run:
         state = server.start(algorithm, space.gather(self.setup.task.network), space.trained)
         state = replace(state, personal=self._first_personal_models(state, initial))
         measurement = self.measure.validation(state.vector, 0)
-        line: dict[str, Any] = {"round": 0, "seconds": {}, **self.measure.line(measurement)}
+        line: dict[str, Any] = {"round": 0, "seconds": {}, **self.measure.metrics_entries(measurement)}
         tally = self.tally
         if algorithm.privacy.delivers_best_round:  # else only a model that private training made is delivered
             score = self.measure.score(measurement)
@@ -280,7 +286,10 @@ class _Run:
         return state
 
     def _first_personal_models(self, state: ServerState, initial: InitialModel | None) -> Mapping[int, Tensor]:
-        """Return the models that clients start with where each has its own, on disk if they are large."""
+        """Return the vectors that clients with models of their own start from, by client; on disk if they are large.
+
+        `initial` is the model with the common head.
+        """
         needed = self.setup.federation.clients * len(state.vector) * 4
         has_personal_models = Capability.PERSONAL_MODELS in self.setup.algorithm.provides
         on_disk = has_personal_models and needed > self._limit_in_memory
@@ -291,7 +300,10 @@ class _Run:
         return first_models(self.record.path / personal_store.KIND, len(state.vector), starts, on_disk)
 
     def _open(self, saved: Mapping[str, Tensor] | None) -> None:
-        """Open the edit space and the engine of the rounds."""
+        """Open the edit space, the engine of the rounds and the measurement, as attributes of this object.
+
+        `saved` are the edit space's tensors in a checkpoint; None in a new run. Remote clients get them in a message.
+        """
         self.opened = open_run(self.setup, self.engines, saved)
         self.engine: AnyEngine
         if self.remote is None:
@@ -349,7 +361,7 @@ class _Run:
         return state
 
     def _one_round(self, state: ServerState) -> ServerState:
-        """Run one round and its evaluation if one is due; write its line into the record."""
+        """Run one round and its evaluation if one is due; write its line to metrics and log; return the new state."""
         began = time.perf_counter()
         setup = self.setup
         options = self.config.rounds
@@ -357,7 +369,7 @@ class _Run:
         new_state, summary = run_round(
             setup.algorithm, setup.federation, state, self.engine, self.opened.server_context
         )
-        representation_figures.keep_mixing(self.record.path, self.config, summary)
+        representation_figures.store_mixing(self.record.path, self.config, summary)
         line = log_round(summary, new_state.round)
         is_due = bool(options.evaluate_every) and new_state.round % options.evaluate_every == 0
         if is_due or new_state.round == options.total:
@@ -377,7 +389,7 @@ class _Run:
         return new_state
 
     def _note_unused(self, summary: RoundSummary, line: Mapping[str, Any]) -> None:
-        """Remember why no answer could be used so far; end a run whose updates are all infinite."""
+        """Remember why no answer could be used so far; raise if every client's update is infinite or not a number."""
         reasons = {rejection.client: rejection.reason for rejection in summary.rejections}
         skipped = bool(line.get("skipped"))
         if self.tally.unused != "":  # no round has had a usable answer yet; where answers are private none is skipped
@@ -412,7 +424,7 @@ class _Run:
         """
         began = time.perf_counter()
         measurement = self.measure.validation(state.vector, state.round)
-        line |= self.measure.line(measurement)
+        line |= self.measure.metrics_entries(measurement)
         best = self.tally.best
         score = self.measure.score(measurement)
         improved = score > best.score + self.config.rounds.min_delta
@@ -429,20 +441,23 @@ class _Run:
         return replace(state, losses=(*state.losses, measurement.plain.loss))
 
     def _finish(self, state: ServerState) -> dict[str, Any]:
-        """Return the summary; the test set is seen here, once, with the best model by validation."""
+        """Test the best model by validation and return the summary; the test images are used here only.
+
+        Clients may be asked to measure on images of their own.
+        """
         traffic_before = self._traffic()
         best = self.tally.best.vector
         delivered = state.vector if best is None else best
         tested: dict[str, Any] = {}
         if self.config.rounds.test:
-            tested = self.measure.tested(delivered, state.round)
+            tested = self.measure.summarise_test(delivered, state.round)
         lines = self.record.metrics()
         summary = summary_of(self.setup, self.opened, state, self.tally.best, lines)
         summary |= tested
         if self.stop is not None and not self.stop.final:
             summary["stopped"] = self.stop.reason
         summary["seconds"] = self.tally.seconds
-        summary |= self.measure.served(state, delivered)
+        summary |= self.measure.summarise_personal(state, delivered)
         self.tally = self.tally.with_bytes(self._traffic(traffic_before))
         for key, total in self.tally.totals.items():
             summary[key] = total
@@ -456,7 +471,7 @@ class _Run:
     # ---- saving and restoring
 
     def _save(self, state: ServerState) -> None:
-        """Write a checkpoint of the state."""
+        """Write a checkpoint of the run at this state, with the clients' memories, and call the callbacks."""
         began = time.perf_counter()
         best = self.tally.best
         stores = self._stores_on_disk(state)

@@ -84,17 +84,20 @@ def client_stores(folder: Path, saved: Checkpoint, limit: float = 0) -> tuple[Pe
 
 
 def protection_label(algorithm: Algorithm) -> str:
-    """Return how a round's updates were protected, for its line in the log."""
+    """Return how a round's updates are protected, in words, for its line in the log."""
     return ", ".join(algorithm.privacy.labels()) or "none"
 
 
 def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what differential privacy has spent and what its account does not cover; empty without it."""
+    """Return {"privacy": what `rounds` rounds have spent and what that does not cover}; {} without privacy noise.
+
+    `lines` are the recorded rounds, in which aborted secure sums are counted.
+    """
     account = budget(config, algorithm, rounds)
     if account is None or config.privacy.dp is None:
         return {}
     noise = algorithm.privacy.noise
-    follows_secret = noise is not None and noise.bound
+    follows_secret = noise is not None and noise.bound_to_sum
     record: dict[str, Any] = {
         "epsilon": account.epsilon,
         "epsilon_without_amplification": account.unamplified,

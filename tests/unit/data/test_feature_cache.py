@@ -82,7 +82,7 @@ def network() -> Iterator[Toy]:
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to compute: single rows, and blocks where a row's bits would depend on its neighbours."""
     if request.param == "blocks":
-        monkeypatch.setattr(feature_cache, "same_bits", lambda *a: ())
+        monkeypatch.setattr(feature_cache, "stable_batch_sizes", lambda *a: ())
     return str(request.param)
 
 
@@ -308,8 +308,8 @@ class Leaning(Toy):
 
 def test_the_probe_sees_a_row_that_depends_on_its_place(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    assert feature_cache.same_bits(Toy().eval(), 2, (3, 8, 8))[-1:] == (BLOCK,)
-    assert feature_cache.same_bits(Leaning().eval(), 2, (3, 8, 8)) == ()
+    assert feature_cache.stable_batch_sizes(Toy().eval(), 2, (3, 8, 8))[-1:] == (BLOCK,)
+    assert feature_cache.stable_batch_sizes(Leaning().eval(), 2, (3, 8, 8)) == ()
     network = Leaning().eval()
     order = np.roll(np.arange(COUNT), 5)
     cached = CachedExamples(images(), network, 2, tmp_path, order=lambda: order)
@@ -325,7 +325,7 @@ def test_the_probe_sees_a_row_that_depends_on_its_place(tmp_path: Path) -> None:
 
 
 def test_a_planted_trust_in_single_rows_would_change_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feature_cache, "same_bits", lambda *a: (8, 16, BLOCK))
+    monkeypatch.setattr(feature_cache, "stable_batch_sizes", lambda *a: (8, 16, BLOCK))
     one, two = (CachedExamples(images(()), Leaning().eval(), 2, tmp_path / name) for name in "ab")
     for row in torch.randperm(COUNT, generator=generator(0)):
         one.batch(row[None])
@@ -334,7 +334,7 @@ def test_a_planted_trust_in_single_rows_would_change_bytes(tmp_path: Path, monke
 
 def test_the_probe_is_asked_once(network: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = CachedExamples(images(), network, 2, tmp_path)
-    monkeypatch.setattr(feature_cache, "same_bits", None)
+    monkeypatch.setattr(feature_cache, "stable_batch_sizes", None)
     assert CachedExamples(images(()), network, 2, tmp_path).sizes == first.sizes
 
 

@@ -51,7 +51,7 @@ def file_identity(files: Iterable[Path]) -> list[list[Any]]:
 
 
 def from_files(files: Sequence[Path], name: str = "folder") -> Originals:
-    """Return image files as originals, in this order."""
+    """Return image files as originals, in this order; looks at their size and time of change, opens none."""
     paths = [str(path) for path in files]  # a hundred thousand texts take a fifth of the memory of as many paths
     hasher = hashlib.blake2b(digest_size=16)
     with phase("looking at files", len(files), "files") as progress:
@@ -92,7 +92,7 @@ def from_arrays(images: np.ndarray | Sequence[Any], name: str = "arrays") -> Ori
     return Originals(name, hasher.hexdigest(), len(images), read, where)
 
 
-def chosen(whole: Originals, rows: np.ndarray) -> Originals:
+def take_rows(whole: Originals, rows: np.ndarray) -> Originals:
     """Return these rows of other originals, in this order, as originals of their own."""
 
     def read(start: int, stop: int) -> list[Source]:
@@ -151,7 +151,10 @@ def from_parquet(files: Sequence[Path], column: str, name: str = "parquet") -> O
 
 
 def _row_groups(path: Path, column: str, cached: dict[tuple[Path, int], list[bytes]]) -> list[Originals]:
-    """Return the row groups of a file, each as originals; `cached` holds the cells of the one that was read last."""
+    """Return the row groups of a file, each as originals of the images in `column`; reads the file's metadata.
+
+    `cached` holds the cells of the one row group that was read last, whichever file it is of.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -194,7 +197,10 @@ def _row_groups(path: Path, column: str, cached: dict[tuple[Path, int], list[byt
 def _row_group(
     path: Path, index: int, start: int, count: int, column: str, cached: dict[tuple[Path, int], list[bytes]]
 ) -> Originals:
-    """Return one row group as originals; its first row is row `start` of the file."""
+    """Return the row group `index` of a file as originals: `count` images in `column`, from row `start` of the file.
+
+    `cached` as in `_row_groups`.
+    """
 
     def read(first: int, stop: int) -> list[bytes]:
         """Return the encoded images of these rows of the group, which is loaded in place of the one in memory."""
@@ -210,7 +216,10 @@ def _row_group(
 
 
 def _read_row_group(path: Path, index: int, count: int, column: str) -> list[bytes]:
-    """Return the encoded images of one row group; an empty value where a cell holds no bytes."""
+    """Return the encoded images in `column` of the row group `index`; b"" where a cell holds no bytes.
+
+    Raises unless there are `count` of them.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

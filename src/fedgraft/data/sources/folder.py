@@ -16,7 +16,7 @@ from fedgraft.data.sources.assemble import Dataset, SourceOptions, SourcePart, a
 
 
 def folder(path: str | Path, classes: Sequence[str] | None = None, **options: Unpack[SourceOptions]) -> Dataset:
-    """Read images in one directory per class; below `train/` and `test/` if there are these, else a share is cut off.
+    """Return the images in one directory per class; of `train/` and `test/` if it has these, else a share is cut off.
 
     The classes of `train/` must include those of `test/`.
     """
@@ -32,7 +32,7 @@ def folder(path: str | Path, classes: Sequence[str] | None = None, **options: Un
 
 
 def owners(path: str | Path, classes: Sequence[str] | None = None, **options: Unpack[SourceOptions]) -> Dataset:
-    """Read one directory per owner, each as `folder` takes it; the owner's name becomes the row's site."""
+    """Return the images of one directory per owner, each as `folder` takes it; the owner's name is the row's site."""
     places = _directories(_existing_folder(path))
     if not places:
         raise FedgraftError(
@@ -55,7 +55,10 @@ def owners(path: str | Path, classes: Sequence[str] | None = None, **options: Un
 def _assemble_folders(
     name: str, places: Sequence[tuple[Path, str]], classes: Sequence[str] | None, **options: Unpack[SourceOptions]
 ) -> Dataset:
-    """Return the dataset of these (folder, owner), which all have `train/` and `test/`, or none of them."""
+    """Return the dataset `name` of these (folder, owner), which all have `train/` and `test/`, or none of them.
+
+    `classes` and `options` are those of `assemble`.
+    """
     if not is_class_folder(places[0][0]):
         return assemble(name, [list_images(places)], classes, **options)
     train = list_images([(place / "train", owner) for place, owner in places])
