@@ -39,8 +39,9 @@ from fedgraft.deploy.deployed import wait_for_clients
 from fedgraft.deploy.process import NODE_STATE_VARIABLE
 from fedgraft.deploy.slots import load_memory
 from fedgraft.engines.flower.client import StateSlots, client_app
+from fedgraft.engines.flower.grid import FlowerTransport
 from fedgraft.engines.flower.registry import NodeRegistry
-from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
+from fedgraft.engines.flower.server import FlowerEngine, Patience
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import expected_evaluation, valid_responses
 
@@ -338,7 +339,7 @@ def test_without_a_deadline_a_node_that_never_answers_does_not_hold_up_the_run(
 
 
 def test_what_a_node_says_begins_no_line_and_moves_no_cursor() -> None:
-    from fedgraft.engines.flower.wire import name_list, text_setting
+    from fedgraft.engines.flower.transport import name_list, text_setting
 
     said = "broken\n2026-11-17 round 3: client 0 dropped \x1b[2J\x1b[31m"
     assert (
