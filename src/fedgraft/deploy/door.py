@@ -297,7 +297,8 @@ def _letter(message: dict[str, Any], now: float) -> Letter:
     expires = None
     if message["seconds"] is not None:
         expires = now + message["seconds"]
-    return Letter(message["id"], message["node"], message["kind"], message["settings"], parts, expires)
+    kind, settings = message["kind"], message["settings"]
+    return Letter(message["id"], message["node"], kind, settings, parts, expires, message["waits"])
 
 
 def _reply(letter: Letter) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class DoorTransport(NodeTransport):
                     "settings": {**self.settings, **message.settings},
                     "parts": parts,
                     "seconds": message.seconds,
+                    "waits": message.waits,
                 }
             )
         accepted = self.door.ask(do="push", messages=described)["accepted"]

@@ -13,6 +13,7 @@ forwards the message to the node's worker.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import tomllib
@@ -107,20 +108,30 @@ def _run_task(grid: Any, settings: Mapping[str, str], progress: Progress | None 
         return _run_query(task, config, folder, engine, settings)
     server_data = settings.get("server-data", "")
     source = settings.get("server-source", "")
-    return run_deployed(config, folder, engine, server_data, source, progress)
+    summary = run_deployed(config, folder, engine, server_data, source, progress)
+    if engine.store is not None:
+        engine.store.remove()
+    return summary
 
 
 def _make_engine(grid: Any, config: Config, settings: Mapping[str, str]) -> FlowerEngine:
     """Return the engine of the run: through the front door of its server, or through Flower's grid elsewhere."""
+    from fedgraft.engines.flower.response_store import ResponseStore
     from fedgraft.engines.flower.server import FlowerEngine, Patience
     from fedgraft.runs.setup import minimum_answers
 
     wait = float(settings.get("wait") or _DEFAULT_WAIT)
-    patience = Patience(config.rounds.deadline, wait, minimum_answers(config, deployed=True))
+    least = minimum_answers(config, deployed=True)
+    patience = Patience(config.rounds.deadline, wait, least, config.rounds.enough)
     if settings.get("task"):
         patience = replace(patience, least=1)
     members = _registered_members(settings.get("federation", ""))
-    return FlowerEngine(_make_transport(grid, settings), config.partition.clients, patience, members=members)
+    transport = _make_transport(grid, settings)
+    store = None
+    if SOCKET_VARIABLE in os.environ and not settings.get("task"):
+        identity = hashlib.blake2b(settings["folder"].encode(), digest_size=12).hexdigest()
+        store = ResponseStore(Path(os.environ["FLWR_HOME"]) / "answers" / identity)
+    return FlowerEngine(transport, config.partition.clients, patience, members=members, store=store)
 
 
 def _make_transport(grid: Any, settings: Mapping[str, str]) -> NodeTransport:

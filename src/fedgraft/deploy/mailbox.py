@@ -104,6 +104,8 @@ class Letter:
     parts: dict[str, StoredPart]
     expires: float | None
     """When its time to be answered is over; None: never."""
+    waits: bool = False
+    """It stays until then if its node is gone, which may come back."""
     deliveries: int = 0
     sent: int = 0
     """Bytes of its parts that were sent to the node, for the display of progress."""
@@ -194,7 +196,7 @@ class Mailbox:
                 continue
             if letter.expires is not None and now >= letter.expires:
                 self._fail(letter, "its time to answer was over", expired=True)
-            elif letter.node not in present:
+            elif letter.node not in present and not letter.waits:
                 self._fail(letter, NODE_GONE)
 
     # ---- the run's side ----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fedgraft.core.ranges import Count, Positive
 from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
 from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, sgdm
+from fedgraft.local.progress import Snapshot, TrainingProgress, resumable
 from fedgraft.local.transfer import onto
 
 
@@ -217,6 +218,7 @@ def train(
     memory: Mapping[str, Tensor] | None = None,
     state: OptimizerState | None = None,
     counts: Tensor | None = None,
+    progress: TrainingProgress | None = None,
 ) -> Trained:
     """Train the flat vector, and with it the network, on these rows in place; buffers are read back at the end.
 
@@ -231,6 +233,7 @@ def train(
         memory: the client's memory, which is read and not changed.
         state: the optimizer's state of the last round, which is changed in place; None: a new one.
         counts: images of each class over all clients, where loss or sampling needs them.
+        progress: where it is saved now and then; a training that was interrupted continues to the same bits.
 
     A batch of one image (a client with one image, or the last batch of an epoch) can leave a batch-norm layer with a
     single value per channel, which has no variance. Such a layer then normalises with its running statistics and does
@@ -252,13 +255,23 @@ def train(
         class_weights = balancing(known_counts(loss_context, rule.sampling == "federation"))
         chances = class_weights[row_labels].double().cpu()
     value = loss.begin(loss_context)
-    losses = []
-    rates = []
+    losses: list[Tensor] = []
+    rates: list[float] = []
     scale = 1.0
     if rule.amp == "float16":
         scale = 2.0**16
+    if progress is not None and not resumable((loss.begin, rule.correction.adjust, rule.optimizer.step)):
+        progress = None
+    done = 0
+    if progress is not None:
+        done, scale = _continue_from(progress, flat, groups, augment, losses, rates, scale)
     steps = counted("training", batches(rows, rule, shuffle, chances), rule.steps_for(len(rows)), "steps")
     for step, batch in enumerate(steps):
+        if step < done:
+            continue
+        if progress is not None and progress.due():
+            flat.pull_buffers()
+            progress.save(_snapshot(step, flat, groups, augment, losses, rates, scale).to_tensors())
         inputs = onto(examples.batch(batch, augment), device)
         labels = onto(examples.labels[batch], device)
         precision = torch.autocast(
@@ -292,6 +305,38 @@ def train(
         for name, tensor in optimizer_state.items():
             new_state[f"{i}/{name}"] = tensor
     return Trained(new_state, float(torch.stack(losses).mean()), len(losses), effective_steps, closing)
+
+
+def _snapshot(
+    step: int,
+    flat: Flat,
+    groups: Sequence[tuple[slice, float, OptimizerState]],
+    augment: torch.Generator,
+    losses: list[Tensor],
+    rates: list[float],
+    scale: float,
+) -> Snapshot:
+    """Return the state of a training before this step."""
+    return Snapshot(step, flat.values, [state for _, _, state in groups], augment, losses, rates, scale)
+
+
+def _continue_from(
+    progress: TrainingProgress,
+    flat: Flat,
+    groups: Sequence[tuple[slice, float, OptimizerState]],
+    augment: torch.Generator,
+    losses: list[Tensor],
+    rates: list[float],
+    scale: float,
+) -> tuple[int, float]:
+    """Restore what was saved of this training, in place; return the steps that are done, and the scale of losses."""
+    saved = progress.load()
+    if saved is None:
+        return 0, scale
+    snapshot = _snapshot(0, flat, groups, augment, losses, rates, scale)
+    snapshot.restore(saved)
+    flat.load(snapshot.values.to(flat.values.device))
+    return snapshot.step, snapshot.scale
 
 
 @contextmanager

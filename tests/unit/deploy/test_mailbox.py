@@ -103,6 +103,20 @@ def test_messages_of_a_node_that_is_gone_are_known_as_lost_at_once(box: Box) -> 
     assert not box.post(Letter("two", NODE, "train", {}, {}, None))
 
 
+def test_a_message_may_wait_for_the_return_of_its_node(box: Box) -> None:
+    """Until its time is over; then it is known as late."""
+    letter = box.ask("one", seconds=300.0)
+    letter.waits = True
+    box.next_letter(NODE)
+    box.now = 100.0
+    assert box.outcome("one") is None and NODE not in box.present()
+    box.admit(NODE, b"key")
+    again = box.next_letter(NODE)
+    assert again is letter
+    box.now = 300.0
+    assert box.outcome("one") is not None
+
+
 def test_signs_of_life_keep_a_node(box: Box) -> None:
     for moment in range(0, 200, 15):
         box.now = float(moment)

@@ -23,6 +23,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, pack
 from fedgraft.core.progress import requests_phase
 from fedgraft.engines.flower.registry import NodeRegistry
+from fedgraft.engines.flower.response_store import ResponseStore
 from fedgraft.engines.flower.transport import (
     REQUEST,
     Incoming,
@@ -54,6 +55,8 @@ class Patience:
     """Seconds to wait at the start until every client has a node."""
     least: int = 1
     """Nodes without which the run does not start."""
+    enough: int | None = None
+    """Answers of a round after which it ends; None: all. Until the deadline, nodes that are gone may come back."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class FlowerEngine:
         clients: number of clients of the federation.
         clock, sleep: replaced in tests.
         members: returns the client whose key each node proved to have; None: nodes are believed.
+        store: keeps the responses of the round under way for a server that comes back; None: nothing is kept.
 
     `memory` holds only which step of its memory each client has: the memory itself stays at the node.
     """
@@ -87,7 +91,9 @@ class FlowerEngine:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         members: Callable[[], Mapping[int, int]] | None = None,
+        store: ResponseStore | None = None,
     ) -> None:
+        self.store = store
         self.transport = transport
         self.patience = patience or Patience()
         self.clock = clock
@@ -165,7 +171,11 @@ class FlowerEngine:
         self.registry.refresh()
         arrivals: dict[int, Arrival] = {}
         envelopes: list[_Envelope] = []
+        if self.store is not None and requests and requests[0].round >= 0:
+            self.store.begin_round(requests[0].round)
         for request in requests:
+            if self._answered_before(request, arrivals):
+                continue
             node = self.registry.nodes.get(request.client)
             if node is None:
                 arrivals[request.client] = (request.client, "no node serves it at present")
@@ -180,6 +190,26 @@ class FlowerEngine:
         with requests_phase([envelope.request for envelope in envelopes], progress_label) as phase:
             self._collect(envelopes, arrivals, phase.advance)
         return arrivals
+
+    def _answered_before(self, request: Request, arrivals: dict[int, Arrival]) -> bool:
+        """Return whether the answer to this very request came before the server was restarted; it then arrives now."""
+        if self.store is None:
+            return False
+        stored = self.store.load(self._stored_name(request))
+        if stored is None:
+            return False
+        data, step = stored
+        if step:
+            self.memory[request.client] = {"step": torch.tensor([step])}
+        self.received += len(data)
+        arrivals[request.client] = (request.client, data)
+        log.info("the answer of client %d is here from before", request.client)
+        return True
+
+    def _stored_name(self, request: Request) -> str:
+        """Return the name under which the answer to a request is kept."""
+        assert self.store is not None
+        return self.store.name(request, self._step(request.client) + 1, self._digest)
 
     def _wait_for(self, missing: Mapping[int, str]) -> bool:
         """Wait until the missing clients have nodes again, at most `patience.wait` seconds; return whether one has.
@@ -226,6 +256,8 @@ class FlowerEngine:
                     done()
             waiting |= self._send(to_repeat, arrivals)
             now = self.clock()
+            if self._enough(envelopes, arrivals):
+                break
             if self.patience.deadline is None and 2 * len(waiting) <= len(envelopes):  # half have answered
                 limit = max(SILENT, _TIMES * last_arrival)
             if limit is not None and now >= began + limit:
@@ -234,8 +266,22 @@ class FlowerEngine:
                 self.sleep(min(0.5, max(0.02, 0.02 * (now - began))))
         self.transport.withdraw(waiting)
         for envelope in waiting.values():
-            arrivals[envelope.request.client] = (envelope.request.client, f"no answer within {limit:g} s")
+            reason = f"no answer within {limit:g} s" if limit is not None else "no answer"
+            if self._enough(envelopes, arrivals):
+                reason = f"the round ended with {self.patience.enough} answers, before its own"
+            arrivals[envelope.request.client] = (envelope.request.client, reason)
         self.waited += self.clock() - began
+
+    def _enough(self, envelopes: Sequence[_Envelope], arrivals: Mapping[int, Arrival]) -> bool:
+        """Return whether a round of training has the answers after which it need not wait for the others."""
+        if self.patience.enough is None or not envelopes or envelopes[0].request.round < 0:
+            return False
+        action = envelopes[0].request.action
+        if action != "train" and not action.startswith("secure."):
+            return False
+        asked = {envelope.request.client for envelope in envelopes}
+        answered = [client for client, answer in arrivals.values() if client in asked and isinstance(answer, bytes)]
+        return len(answered) >= self.patience.enough
 
     def _send(self, envelopes: Sequence[_Envelope], arrivals: dict[int, Arrival]) -> dict[str, _Envelope]:
         """Send the envelopes and return them by message id; note in `arrivals` those that were not accepted."""
@@ -266,7 +312,8 @@ class FlowerEngine:
             "classes": list(self.classes),
         }
         group = str(envelope.request.round + 1)
-        return Outgoing(envelope.node, REQUEST, parts, settings, self.patience.deadline, group)
+        waits = self.patience.enough is not None and self.patience.deadline is not None
+        return Outgoing(envelope.node, REQUEST, parts, settings, self.patience.deadline, group, waits)
 
     def _read(self, reply: Incoming, envelope: _Envelope) -> Arrival | None:
         """Return what a reply brings: (client, packed response or reason); None if the request must be sent again.
@@ -293,6 +340,8 @@ class FlowerEngine:
         step = whole_number(reply.settings, "step")
         if step not in (envelope.becomes - 1, envelope.becomes):
             return client, f"it answered with step {step} of its memory instead of {envelope.becomes}"
+        if self.store is not None:
+            self.store.save(self._stored_name(envelope.request), data, step)
         if step:
             self.memory[client] = {"step": torch.tensor([step])}
         return client, data  # the caller validates it

@@ -45,6 +45,8 @@ class Outgoing:
     seconds: float | None = None
     """How long the node has to answer; None: no limit."""
     group: str = ""
+    waits: bool = False
+    """Wait until `seconds` are over for a node that is gone, instead of giving the message up at once."""
 
 
 @dataclass(frozen=True)
