@@ -201,6 +201,7 @@ def _name_missing(federation: FederationFolder, nodes: list[RegisteredNode]) -> 
 def status(fed: Fed) -> None:
     """Coordinator: show the latest run and whose updates are in which rounds. Exit code 1: the run died."""
     from fedgraft.deploy.coordinator import connect_control, run_state, running_server
+    from fedgraft.deploy.door_link import describe_transfer, transfers
     from fedgraft.deploy.folder import open_federation
     from fedgraft.report.run_record import present
 
@@ -225,6 +226,9 @@ def status(fed: Fed) -> None:
     if folder is not None and not state.over:
         for line in present(folder):
             typer.echo(f"now: {line}")
+        names = {node.id: node.name for node in nodes}
+        for transfer in transfers(federation.path):
+            typer.echo(f"now: {names.get(transfer['node'], 'a node')}: {describe_transfer(transfer)}")
     if folder is not None:
         typer.echo(f"folder: {folder}")
     if reason:  # failed, or stopped by something other than `deploy stop`

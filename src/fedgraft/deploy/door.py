@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import contextlib
 import datetime
 import json
 import os
@@ -35,6 +34,7 @@ from fedgraft.deploy.door_paths import (
     KEY_IN_USE,
     OFFSET_HEADER,
     POLL_SECONDS,
+    RECEIVED_HEADER,
     SESSION_HEADER,
     SETTINGS_BODY,
     VERSION_HEADER,
@@ -47,7 +47,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _FORWARDED_HEADERS = (b"content-type", b"accept", b"flwr-public-key", b"flwr-timestamp", b"flwr-signature")
-_STEP = 1 << 20  # bytes of a part that are read and sent at once
+_STEP = 1 << 17  # bytes of a part that are read and sent at once
 _LETTER_PATH = re.compile(r"/v1/fedgraft/(parts|answers)/([0-9a-f]{32})(?:/([a-z]{1,20}))?")
 _CLOCKS_DIFFER = 300.0  # seconds that a signed time may be off, as at the SuperLink
 _SOCKET_LINE = 64 << 20  # most bytes of one question of the run
@@ -141,9 +141,9 @@ class Door:
             session = self.mailbox.admit(_activated_node(answer), key)
             extra.append((SESSION_HEADER.encode(), session.token.encode()))
         elif status == 200 and action == "deactivate-node":
-            self.mailbox.dismiss_key(key)
+            self.mailbox.sign_off(key)
         elif status == 200:
-            self.mailbox.heard_of(key)
+            self.mailbox.heard_of(key, _received(headers))
         await _respond(send, status, answer, content_type, extra)
 
     # ---- fedgraft's paths --------------------------------------------------------------------------------------------
@@ -253,13 +253,16 @@ class Door:
     async def serve_run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the questions of one run, a line of JSON each; its messages are withdrawn when it hangs up."""
         posted: set[str] = set()
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        try:
             while line := await reader.readline():
                 reply = self.answer_run(json.loads(line), posted)
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
-        self.mailbox.withdraw(posted)
-        writer.close()
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # the run hung up, or the door ends
+        finally:
+            self.mailbox.withdraw(posted)
+            writer.close()
 
     def answer_run(self, question: dict[str, Any], posted: set[str]) -> dict[str, Any]:
         """Return the answer to a question of the run; `posted` are the messages that it has sent."""
@@ -311,7 +314,10 @@ def _reply(letter: Letter) -> dict[str, Any]:
 
 def _transfer(letter: Letter) -> dict[str, Any]:
     """Return how far a message and its answer have come, in bytes."""
-    transfer = {"node": letter.node, "down": letter.sent, "down_total": letter.size, "up": 0, "up_total": 0}
+    down = letter.sent
+    if letter.received is not None:
+        down = min(down, letter.received)
+    transfer = {"node": letter.node, "down": down, "down_total": letter.size, "up": 0, "up_total": 0}
     if letter.answer is not None:
         transfer |= {"up": letter.answer.have, "up_total": letter.answer.size}
     return transfer | {"delivered": letter.deliveries > 0}
@@ -359,6 +365,14 @@ def _offset(headers: dict[bytes, bytes]) -> int:
     value = headers.get(OFFSET_HEADER.encode(), b"0")
     if not value.isdigit() or len(value) > 18:
         raise _BadRequest(400, b"not an offset")
+    return int(value)
+
+
+def _received(headers: dict[bytes, bytes]) -> int | None:
+    """Return how many bytes of its message a node says that it has received; None if it says nothing."""
+    value = headers.get(RECEIVED_HEADER.encode(), b"")
+    if not value.isdigit() or len(value) > 18:
+        return None
     return int(value)
 
 

@@ -29,6 +29,10 @@ def socket_path(federation: Path) -> Path:
     return private_folder() / f"door-{name}"
 
 
+class DoorClosed(KeyboardInterrupt):
+    """The door has ended while a run was connected: the run is interrupted, and can be resumed."""
+
+
 class DoorSocket:
     """A connection to the door: questions and answers, one line of JSON each."""
 
@@ -46,9 +50,9 @@ class DoorSocket:
             self.connection.sendall(json.dumps(question).encode() + b"\n")
             line = self.file.readline()
         except OSError as error:
-            raise _door_gone() from error
+            raise DoorClosed from error
         if not line:
-            raise _door_gone()
+            raise DoorClosed
         return dict(json.loads(line))
 
     def close(self) -> None:
@@ -172,3 +176,19 @@ def transfers(federation: Path) -> list[dict[str, Any]]:
         return list(door.ask(do="transfers")["transfers"])
     finally:
         door.close()
+
+
+def describe_transfer(transfer: Mapping[str, Any]) -> str:
+    """Return in words how far a message to a node, or its answer, has come."""
+    if not transfer["delivered"]:
+        return "has not fetched its request yet"
+    if transfer["up_total"]:
+        return f"sends its answer, {_amount(transfer['up'], transfer['up_total'])}"
+    if transfer["down"] < transfer["down_total"]:
+        return f"receives its request, {_amount(transfer['down'], transfer['down_total'])}"
+    return "works on its request"
+
+
+def _amount(done: int, total: int) -> str:
+    """Return a part of some bytes in words."""
+    return f"{done / 1e6:.1f} of {total / 1e6:.1f} MB ({100 * done // max(1, total)} %)"

@@ -12,6 +12,8 @@ POLL_SECONDS = 25.0
 """How long a poll is held when there is no message."""
 SESSION_HEADER = "fedgraft-session"
 OFFSET_HEADER = "fedgraft-offset"
+RECEIVED_HEADER = "fedgraft-received"
+"""With a heartbeat: the bytes of its present message that a node has received."""
 VERSION_HEADER = "fedgraft-version"
 KEY_IN_USE = "an earlier process with this key still counts as connected"
 """What a node is told whose key is registered and cannot be activated."""

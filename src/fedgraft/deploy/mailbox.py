@@ -21,8 +21,12 @@ from typing import Any
 
 GONE = 20.0
 """Seconds of silence after which a node counts as gone: twice the time between its heartbeats."""
+RETURN = 5.0
+"""Seconds in which a node that signed off may come back to its messages: one that is restarted does so at once."""
 MOST_DELIVERIES = 3
-"""How often a message is delivered before it counts as lost."""
+"""How often a message is delivered in one session of its node before it counts as lost."""
+MOST_RESTARTS = 20
+"""How often a node may be restarted over one message: it may be the message that kills it."""
 MOST_UPLOADS = 3
 """How often the bytes of an answer may not have the digest that was announced."""
 REQUEST_LOST = "the node continued without answering this request"
@@ -107,8 +111,12 @@ class Letter:
     waits: bool = False
     """It stays until then if its node is gone, which may come back."""
     deliveries: int = 0
+    """How often it was delivered in the present session of its node."""
+    restarts: int = 0
     sent: int = 0
-    """Bytes of its parts that were sent to the node, for the display of progress."""
+    """Bytes of its parts that were sent to the node, for the display of progress; many may still be on the way."""
+    received: int | None = None
+    """Bytes that the node says it has received; None: it has said nothing yet."""
     answer: Answer | None = None
     failure: str = ""
     expired: bool = False
@@ -140,6 +148,8 @@ class Mailbox:
         self.letters: dict[str, Letter] = {}
         self.queues: dict[int, deque[str]] = {}
         """Messages of each node that it has not answered, in order."""
+        self.left: dict[int, float] = {}
+        """When a node signed off that may come back."""
         self.limit = LEAST_RESPONSE_LIMIT
         self.arrived: Callable[[int], None] = lambda node: None
         """Called with the node for which a message arrived."""
@@ -147,8 +157,20 @@ class Mailbox:
     # ---- nodes -------------------------------------------------------------------------------------------------------
 
     def admit(self, node: int, key: bytes) -> Session:
-        """Begin the session of a node that the SuperLink has activated; an earlier one of this node is over."""
+        """Begin the session of a node that the SuperLink has activated; an earlier one of this node is over.
+
+        A message that it has not answered is delivered again.
+        """
         self.dismiss(node)
+        self.left.pop(node, None)
+        for name in list(self.queues.get(node, ())):
+            letter = self.letters[name]
+            if not letter.deliveries:
+                continue
+            letter.deliveries = 0
+            letter.restarts += 1
+            if letter.restarts > MOST_RESTARTS:
+                self._fail(letter, REQUEST_LOST)
         session = Session(node, key, secrets.token_urlsafe(32), self.clock())
         self.sessions[session.token] = session
         return session
@@ -156,6 +178,13 @@ class Mailbox:
     def dismiss(self, node: int) -> None:
         """End the session of a node; its messages wait for its return."""
         self.sessions = {token: session for token, session in self.sessions.items() if session.node != node}
+
+    def sign_off(self, key: bytes) -> None:
+        """End the session of the node with this key, at its own wish; it may come back to its messages soon."""
+        for session in self.sessions.values():
+            if session.key == key:
+                self.left[session.node] = self.clock()
+        self.dismiss_key(key)
 
     def dismiss_key(self, key: bytes) -> None:
         """End the session of the node with this key."""
@@ -174,11 +203,14 @@ class Mailbox:
         session.seen = self.clock()
         return session
 
-    def heard_of(self, key: bytes) -> None:
-        """Note a sign of life of the node with this key."""
+    def heard_of(self, key: bytes, received: int | None = None) -> None:
+        """Note a sign of life of the node with this key, and how much of its present message it has received."""
         for session in self.sessions.values():
-            if session.key == key:
-                session.seen = self.clock()
+            if session.key != key:
+                continue
+            session.seen = self.clock()
+            for name in list(self.queues.get(session.node, ()))[:1]:
+                self.letters[name].received = received
 
     def present(self) -> set[int]:
         """Return the nodes that are connected."""
@@ -191,12 +223,14 @@ class Mailbox:
             if now - session.seen > GONE:
                 del self.sessions[session.token]
         present = self.present()
+        for node in [node for node, when in self.left.items() if now - when > RETURN]:
+            del self.left[node]
         for letter in self.letters.values():
             if letter.over:
                 continue
             if letter.expires is not None and now >= letter.expires:
                 self._fail(letter, "its time to answer was over", expired=True)
-            elif letter.node not in present and not letter.waits:
+            elif letter.node not in present and letter.node not in self.left and not letter.waits:
                 self._fail(letter, NODE_GONE)
 
     # ---- the run's side ----------------------------------------------------------------------------------------------
@@ -267,6 +301,7 @@ class Mailbox:
                 continue
             letter.deliveries += 1
             letter.sent = 0
+            letter.received = None
             return letter
         return None
 

@@ -151,7 +151,7 @@ class NodeLoop:
         twin = self.link.twin()
         while not over.wait(HEARTBEAT):
             with contextlib.suppress(Unreachable, FedgraftError):
-                twin.heartbeat(self.link.node)
+                twin.heartbeat(self.link.node, self.link.received)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 

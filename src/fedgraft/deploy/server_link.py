@@ -25,6 +25,7 @@ from fedgraft.deploy.door_paths import (
     KEY_IN_USE,
     OFFSET_HEADER,
     POLL_SECONDS,
+    RECEIVED_HEADER,
     SESSION_HEADER,
     SETTINGS_BODY,
     VERSION_HEADER,
@@ -33,7 +34,7 @@ from fedgraft.deploy.door_paths import (
 HEARTBEAT = 10.0
 """Seconds between a node's heartbeats; the server takes it for gone after twice as many."""
 _SILENCE = 30.0  # seconds without a byte after which a connection counts as broken, whatever is being sent
-_BLOCK = 1 << 20  # bytes that are read or sent at once
+_BLOCK = 1 << 16  # bytes that are sent or received at once; the slowest link needs less than `_SILENCE` for them
 _DIGEST = re.compile("[0-9a-f]{64}")  # it becomes part of a file's name
 _MESSAGE = re.compile("[0-9a-f]{32}")
 _PROTOBUF = "application/protobuf"
@@ -103,6 +104,8 @@ class ServerLink:
         self.connection: http.client.HTTPSConnection | None = None
         self.token = ""
         self.node = 0
+        self.received = 0
+        """Bytes of the present message that have come so far."""
 
     def twin(self) -> ServerLink:
         """Return another connection of the same node."""
@@ -183,7 +186,7 @@ class ServerLink:
 
     # ---- Flower's paths ----------------------------------------------------------------------------------------------
 
-    def _fleet(self, path: str, message: Any) -> tuple[http.client.HTTPResponse, bytes]:
+    def _fleet(self, path: str, message: Any, **more: str) -> tuple[http.client.HTTPResponse, bytes]:
         """Send a signed request of the Fleet API; return the response and its body."""
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -196,6 +199,7 @@ class ServerLink:
             "flwr-public-key": base64.b64encode(self.public).decode(),
             "flwr-timestamp": timestamp,
             "flwr-signature": base64.b64encode(signature).decode(),
+            **more,
         }
         response = self._request("POST", f"/v1/fleet/{path}", message.SerializeToString(), headers)
         body = self._read(response, FLEET_BODY)
@@ -231,13 +235,13 @@ class ServerLink:
 
         self._fleet("deactivate-node", DeactivateNodeRequest(node_id=node))
 
-    def heartbeat(self, node: int) -> None:
-        """Send a sign of life."""
+    def heartbeat(self, node: int, received: int = 0) -> None:
+        """Send a sign of life, with the bytes of the present message that have come so far."""
         from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
         from flwr.proto.node_pb2 import Node
 
         message = SendNodeHeartbeatRequest(node=Node(node_id=node), heartbeat_interval=HEARTBEAT)
-        self._fleet("send-node-heartbeat", message)
+        self._fleet("send-node-heartbeat", message, **{RECEIVED_HEADER: str(received)})
 
     # ---- fedgraft's paths --------------------------------------------------------------------------------------------
 
@@ -275,6 +279,7 @@ class ServerLink:
         have = 0
         if file.exists():
             have = file.stat().st_size
+        self.received = have + sum(other for key, (other, _) in delivery.parts.items() if key < name)
         if have < size:
             headers = {OFFSET_HEADER: str(have)}
             response = self._own("GET", f"parts/{delivery.id}/{name}", headers=headers)
@@ -291,21 +296,20 @@ class ServerLink:
 
     def _save(self, response: http.client.HTTPResponse, size: int, file: Path) -> None:
         """Append `size` bytes of a response to a file, as they come."""
-        block = bytearray(min(size, _BLOCK))
-        view = memoryview(block)
         with file.open("ab") as target:
             left = size
             while left:
                 try:
-                    count = response.readinto(view[: min(left, _BLOCK)])
+                    data = response.read1(min(left, _BLOCK))
                 except (OSError, http.client.HTTPException) as error:
                     self.close()
                     raise Unreachable(str(error)) from error
-                if not count:
+                if not data:
                     self.close()
                     raise Unreachable("the connection broke")
-                target.write(view[:count])
-                left -= count
+                target.write(data)
+                left -= len(data)
+                self.received += len(data)
         response.read()
 
     def answer(self, message: str, settings: dict[str, Any], data: bytes) -> None:

@@ -9,6 +9,7 @@ is damaged, or of another request or policy, counts as missing.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ from fedgraft.engines.flower.node_link import WorkerRequest
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+log = logging.getLogger("fedgraft")
+CONTINUES = "continues an interrupted training after"
 _NONCE = 12  # bytes before the ciphertext
 
 
@@ -94,7 +97,10 @@ class StoredProgress:
 
     def load(self) -> dict[str, Tensor] | None:
         """Return the progress that was saved last; None if there is none of this request."""
-        return self.store.load(self.file)
+        saved = self.store.load(self.file)
+        if saved is not None:
+            log.info("%s %d steps", CONTINUES, int(saved["numbers"][0]))
+        return saved
 
     def due(self) -> bool:
         """Return whether the time between two savings is over."""

@@ -12,9 +12,11 @@ from fedgraft.deploy.mailbox import (
     GONE,
     LEAST_RESPONSE_LIMIT,
     MOST_DELIVERIES,
+    MOST_RESTARTS,
     MOST_UPLOADS,
     NODE_GONE,
     REQUEST_LOST,
+    RETURN,
     Letter,
     Mailbox,
     StoredPart,
@@ -69,12 +71,15 @@ def box(tmp_path: Path) -> Box:
 
 @pytest.mark.parametrize("again", ["polls", "restarts"])
 def test_a_message_without_an_answer_comes_again_and_is_lost_at_last(box: Box, again: str) -> None:
+    """A node that polls once more has lost it; one that is restarted may have to be so many times."""
     box.ask("one")
     box.ask("two")
-    for _ in range(MOST_DELIVERIES):
+    for _ in range(MOST_DELIVERIES if again == "polls" else MOST_RESTARTS + 1):
         letter = box.next_letter(NODE)
         assert letter is not None and letter.id == "one" and box.outcome("one") is None
         if again == "restarts":
+            box.sign_off(b"key")
+            assert NODE not in box.present() and box.outcome("one") is None  # it is expected back
             box.admit(NODE, b"key")
     following = box.next_letter(NODE)
     assert following is not None and following.id == "two"
@@ -115,6 +120,16 @@ def test_a_message_may_wait_for_the_return_of_its_node(box: Box) -> None:
     assert again is letter
     box.now = 300.0
     assert box.outcome("one") is not None
+
+
+def test_a_node_that_signed_off_for_good_costs_its_message(box: Box) -> None:
+    box.ask("one")
+    box.next_letter(NODE)
+    box.sign_off(b"key")
+    box.now = RETURN
+    assert box.outcome("one") is None
+    box.now = RETURN + 1
+    assert box.outcome("one") == NODE_GONE
 
 
 def test_signs_of_life_keep_a_node(box: Box) -> None:
