@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 
-from fedgraft.report.figures import canvas, dress, looks, plain_text, plot_lines
+from fedgraft.report.figures import canvas, label_axes, line_styles, plain_text, plot_lines
 from fedgraft.runs.folder import RunFolder
 
 
@@ -30,14 +30,14 @@ def climb(path: Path, runs: Mapping[str, Path], title: str = "", rounds: int = 2
             by_round[name] = tuple(zip(*early, strict=True))
         by_bytes[name] = tuple(zip(*((max(m, 1.0), a) for _, m, a in seen), strict=True))
     with canvas(path, title, (10.0, 3.8)) as figure:
-        style = dict(zip(runs, looks(), strict=False))
+        style = dict(zip(runs, line_styles(), strict=False))
         left, right = figure.subplots(1, 2, sharey=True)
         plot_lines(left, by_round, style)
         handles = plot_lines(right, by_bytes, style)
         right.set_xscale("log")
         right.xaxis.set_major_formatter("{x:,.0f}")
-        dress(left, "round", "validation accuracy (%)")
-        dress(right, "megabytes sent, up and down (from 1)", "")
+        label_axes(left, "round", "validation accuracy (%)")
+        label_axes(right, "megabytes sent, up and down (from 1)", "")
         figure.legend(handles.values(), map(plain_text, handles), loc="outside lower center", ncols=len(handles))
     return path
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedgraft.config.load import to_toml
 from fedgraft.core.store import write_text
-from fedgraft.metrics.statistics import bytes_to, latex, markdown_table, summarise
+from fedgraft.metrics.statistics import bytes_to, latex_table, markdown_table, summarise
 from fedgraft.report.html import rows_csv
 from fedgraft.runs.folder import RunFolder
 from reproduction import claims, rounds
@@ -45,7 +45,7 @@ def section(found: Found, out: Path, formats: Sequence[str] = ("png",)) -> str:
     shown |= {name: rows for name, (_, rows) in found.extra.items()}
     shown |= {name: [dict(row) for row in rows] for name, rows in work.preset.tables.items()}
     write_text(folder / "table.csv", rows_csv([{"group": n, **row} for n, rows in shown.items() for row in rows]))
-    parts = [latex(list(rows[0]), [list(row.values()) for row in rows]) for rows in shown.values()]
+    parts = [latex_table(list(rows[0]), [list(row.values()) for row in rows]) for rows in shown.values()]
     write_text(folder / "table.tex", "\n".join(parts))
     if config := first_config(found):
         write_text(folder / "config.toml", config)

@@ -32,7 +32,7 @@ VARIANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
         "binding",
         [(module, "request_digest", lambda request: "") for module in (client_secure, secure_round)],
     ),
-    "without the ledger": ("repeat", [(Identity, "serve", _nothing)]),
+    "without the ledger": ("repeat", [(Identity, "record_served", _nothing)]),
     "without daily counts": ("days", [(authorize, "count_request", lambda policy, request, ledger: ledger)]),
     "without plan checks": ("plan", [(client_secure, "check_plan", _nothing)]),
 }

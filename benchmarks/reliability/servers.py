@@ -142,8 +142,8 @@ def without_guard(family: str) -> Any:
     owner, name, empty = {
         "both lists": (SecureClient, "_turn", _no_turns),
         "foreign ids": (SecureClient, "_read_ids", _any_ids),
-        "below threshold": (SecureClient, "_need", lambda *args: None),
-        "replayed round": (Identity, "serve", lambda *args: None),
+        "below threshold": (SecureClient, "_require_holders", lambda *args: None),
+        "replayed round": (Identity, "record_served", lambda *args: None),
         "swapped keys": (SecureClient, "_check_advert", lambda *args: None),
         "split views": (secure_keys, "verify_signature", lambda *args: True),
         "malformed": (SecureClient, "_read_rows", lambda self, data, name, *size: secure_client.as_rows(data[name])),

@@ -16,13 +16,13 @@ from fedgraft.report.figures import (
     bars,
     canvas,
     curves,
-    dress,
     heatmap,
     heatmaps,
-    looks,
-    need,
+    label_axes,
+    line_styles,
     plain_text,
     plot_lines,
+    require_data,
     scatter_front,
 )
 from reproduction.drawing.ranking import ranking
@@ -46,15 +46,17 @@ def panels(
     path: Path | str, parts: Mapping[str, Series], *, xlabel: str = "", ylabel: str = "", title: str = ""
 ) -> Path:
     """Several groups of curves side by side on one scale, with one legend for all."""
-    need(parts, "panels")
+    require_data(parts, "panels")
     with canvas(path, title, (max(4.2, 3.6 * len(parts)), 4.4)) as figure:
         shared, handles = None, dict[str, Any]()
-        styles = dict(zip(dict.fromkeys(label for part in parts.values() for label in part), looks(), strict=False))
+        styles = dict(
+            zip(dict.fromkeys(label for part in parts.values() for label in part), line_styles(), strict=False)
+        )
         for at, (name, series) in enumerate(parts.items(), 1):
             axes = figure.add_subplot(1, len(parts), at, sharey=shared)
             shared = shared or axes
             handles |= plot_lines(axes, series, styles)
-            dress(axes, xlabel, ylabel if at == 1 else "", name)
+            label_axes(axes, xlabel, ylabel if at == 1 else "", name)
             axes.tick_params(labelleft=at == 1)
         names = map(plain_text, handles)
         figure.legend(handles.values(), names, loc="outside lower center", ncols=min(5, len(handles)))

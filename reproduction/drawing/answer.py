@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import fill, wrap
 from typing import TYPE_CHECKING
 
-from fedgraft.report.figures import INK, PALETTE, canvas, dress, plain_text
+from fedgraft.report.figures import INK, PALETTE, canvas, label_axes, plain_text
 from reproduction.drawing.palette import to_palette
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
                 axes.axhline(place, color="#BBBBBB", linewidth=0.8, zorder=0)
             axes.grid(visible=False, axis="y")
             named = fill(panel.title, _TITLE)
-            dress(axes, _below(panel), "", named)
+            label_axes(axes, _below(panel), "", named)
             if panel.lines:
                 axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.1)
                 axes.set_title(plain_text(named), pad=24)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedgraft.report.figures import PALETTE, canvas, dress
+from fedgraft.report.figures import PALETTE, canvas, label_axes
 from reproduction.drawing.answer import Interval, dots
 
 _ROW = 0.26
@@ -37,7 +37,7 @@ def ranking(
         grid = figure.add_gridspec(1, 1 + len(costs), width_ratios=[2.2, *(1 for _ in costs)])
         axes = figure.add_subplot(grid[0])
         dots(axes, {name: arms[name].reached for name in names}, levels or {}, 5)
-        dress(axes, ylabel, "")
+        label_axes(axes, ylabel, "")
         if levels:
             axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=1, borderaxespad=0.1)
         for i, cost in enumerate(costs, 1):
@@ -48,5 +48,5 @@ def ranking(
                     beside.plot([value], [place], "o", color=PALETTE[1], markersize=5)
             beside.set_xscale("log")
             beside.tick_params(labelleft=False)
-            dress(beside, cost, "")
+            label_axes(beside, cost, "")
     return Path(path)

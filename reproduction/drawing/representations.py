@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from fedgraft.report.figures import INK, PALETTE, canvas, curves, dress, heatmap, heatmaps, need, plain_text
+from fedgraft.report.figures import (
+    INK,
+    PALETTE,
+    canvas,
+    curves,
+    heatmap,
+    heatmaps,
+    label_axes,
+    plain_text,
+    require_data,
+)
 from fedgraft.report.representation_figures import by_client, read_mixing
 from fedgraft.report.run_page import read_config
 from fedgraft.runs.folder import RunFolder
@@ -56,7 +66,7 @@ def distribution(
     path: Path | str, groups: Mapping[str, Sequence[float]], *, xlabel: str = "", ylabel: str = "", title: str = ""
 ) -> Path:
     """A box with its points per group, for example the scores of all clients at each layer."""
-    need(groups, "groups")
+    require_data(groups, "groups")
     values = [np.asarray(group, dtype=float) for group in groups.values()]
     with canvas(path, title, (max(5.0, 1.5 + 0.55 * len(groups)), 4.2)) as figure:
         axes = figure.add_subplot()
@@ -70,5 +80,5 @@ def distribution(
         crowded = len(groups) > 8 or max(len(str(name)) for name in groups) > 6
         axes.set_xticks(range(1, len(groups) + 1), [plain_text(n) for n in groups], rotation=40 if crowded else 0)
         axes.grid(axis="x", visible=False)
-        dress(axes, xlabel, ylabel)
+        label_axes(axes, xlabel, ylabel)
     return Path(path)

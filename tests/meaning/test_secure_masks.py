@@ -57,12 +57,12 @@ def test_the_bound_of_a_stage_is_reached_and_never_passed(degree: int | None) ->
             answers[client] = clients[client].answer(stage, data, lambda: plan.ring.encode(words, stream))  # noqa: B023
         sizes = [sum(tensor.nbytes for tensor in answer.values()) for answer in answers.values()]
         largest[stage] = max(sizes)
-        assert max(sizes) <= server.largest(stage)
+        assert max(sizes) <= server.largest_answer(stage)
         return answers
 
     drive(server, exchange)
     for stage in ("keys", "shares", "masked", "consistency"):
-        assert largest[stage] == server.largest(stage), stage
+        assert largest[stage] == server.largest_answer(stage), stage
 
 
 def test_holders_are_those_drawn_or_all_others() -> None:

@@ -94,7 +94,7 @@ def test_noise_does_not_cancel_where_a_round_is_repeated_over_other_answers(boun
     """Its checkpoint was lost and other clients answer. Planted bug: noise by key and round alone cancels out."""
     algorithm = private(20, 0.25)
     assert algorithm.privacy.dp is not None
-    privacy = replace(algorithm.privacy.dp, bound=bound)
+    privacy = replace(algorithm.privacy.dp, bound_to_sum=bound)
     algorithm = vary(algorithm, privacy=replace(algorithm.privacy, dp=privacy))
     updates = [torch.full((400,), 0.01 * k) for k in range(4)]
     one, again, other = (one_round(algorithm, updates, lost) for lost in ({}, {}, {3: "train"}))

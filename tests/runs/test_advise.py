@@ -13,7 +13,7 @@ from tests.support.tiny import without_pictures
 
 from fedgraft.cli.overrides import config_of
 from fedgraft.config.build import build_algorithm
-from fedgraft.config.from_data import config_for, held_out, source_of
+from fedgraft.config.from_data import config_for, source_of, validation_share
 from fedgraft.config.load import load
 from fedgraft.consortium.advise import Advice, Candidate, advise_settings, bytes_of, recommendation, to_file
 from fedgraft.core.errors import FedgraftError
@@ -67,7 +67,7 @@ def test_sources_are_recognised_by_what_is_in_them(tmp_path: Path) -> None:
 
 
 def test_of_few_images_more_are_held_out(tmp_path: Path) -> None:
-    assert [held_out(n) for n in (0, 2, 168, 500, 800, 1000, 60_000)] == [0.2, 0.2, 0.2, 0.2, 0.125, 0.1, 0.1]
+    assert [validation_share(n) for n in (0, 2, 168, 500, 800, 1000, 60_000)] == [0.2, 0.2, 0.2, 0.2, 0.125, 0.1, 0.1]
     for place in (f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(10)):
         (tmp_path / place).parent.mkdir(exist_ok=True)
         Image.fromarray(np.full((4, 4, 3), 99, np.uint8)).save(tmp_path / place)

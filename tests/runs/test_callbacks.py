@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -195,3 +197,28 @@ def test_a_report_is_drawn_again_without_the_secret(tmp_path: Path, monkeypatch:
     RunFolder.open(folder)._set_status("interrupted")
     with raises("E-RUN-SECRET-DAMAGED"):  # a run that goes on needs it
         loop_module.run(config, folder, console=False)
+
+
+class InterruptInFinalizer(fg.Callback):
+    """Presses Ctrl-C while a finalizer runs, where Python drops the KeyboardInterrupt."""
+
+    def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> None:
+        class Finalized:
+            def __del__(self) -> None:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        Finalized()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_a_finalizer_swallows_ends_the_run_after_the_round(
+    tmp_path: Path, parts: Callable[[], fg.RunParts], unbroken: fg.Result
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        fg.run(parts(), folder=folder, callbacks=[InterruptInFinalizer()])
+    assert RunFolder.open(folder).status == "interrupted"
+    latest = checkpoint.load_latest(folder / "checkpoints")
+    assert latest is not None and latest.round == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert same_bits(tensors_of(fg.run(parts(), folder=folder).folder), tensors_of(unbroken.folder))

@@ -11,7 +11,9 @@ import csv
 import json
 import math
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,10 +29,12 @@ from tests.support.tiny import CNN
 
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.config.load import load
-from fedgraft.consortium import search, sweep
+from fedgraft.consortium import claims, search, sweep
+from fedgraft.consortium.claims import Claims
 from fedgraft.consortium.search import Search, SearchPlan, Trial, best_so_far, diverged_at
 from fedgraft.consortium.search_space import Axis, grid_settings, parse_axis
-from fedgraft.consortium.search_tables import best, rows
+from fedgraft.consortium.search_tables import best_trial, setting_rows
+from fedgraft.consortium.slurm import write_array_script
 from fedgraft.consortium.sweep import Cell, finished_summary, folder_of, run_many
 from fedgraft.core.errors import FedgraftError
 from fedgraft.runs.folder import RunFolder
@@ -116,7 +120,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "stand_in.py"
     program.write_text(STAND_IN)
     monkeypatch.setattr(sweep, "cell_command", lambda cell, file: [sys.executable, "-IS", program, file, cell.folder])
-    monkeypatch.setattr(sweep, "carry_out", stand_in_here)
+    monkeypatch.setattr(sweep, "run_cell", stand_in_here)
     return program
 
 
@@ -293,7 +297,7 @@ def test_grid_over_seeds_chooses_by_validation_and_writes_tables(tmp_path: Path,
     root = tmp_path / "s"
     trials, lines = run(plan("local.lr=0.001,0.1,0.01", "partition.kind=iid,stratified", seeds=(0, 1)), root, 2)
     assert len(trials) == 6 and all(t.status == "finished" for t in trials)
-    first = best(trials)
+    first = best_trial(trials)
     assert first is not None and first.setting == {"local.lr": 0.1, "partition.kind": "iid"}
     assert len([line for line in lines if "validation" in line]) == 12 and lines[-1].startswith("[12/12]")
     assert "min left" in lines[0]
@@ -392,7 +396,7 @@ def test_settings_behind_the_median_are_stopped_recorded_and_not_repeated(
     before = starts(root)
     again, _ = run(made, root)
     assert starts(root) == before and [t.pruned for t in again] == [t.pruned for t in trials]
-    assert best(again) is not None
+    assert best_trial(again) is not None
     finished_all, _ = run(plan(PRUNED, seeds=(0, 1)), root)  # a sweep without --prune does not care
     assert [t.status for t in finished_all] == ["finished"] * 4
     assert [t.status for t in run(made, root)[0]] == ["finished"] * 4  # and what is finished stays so
@@ -432,7 +436,7 @@ def test_ctrl_c_is_no_pruning(tmp_path: Path, stand_in: Path, monkeypatch: pytes
     def interrupted(cell: Cell, progress: Progress) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sweep, "carry_out", interrupted)
+    monkeypatch.setattr(sweep, "run_cell", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(plan("local.lr=0.1", prune_after=1), tmp_path / "s")
 
@@ -508,7 +512,7 @@ def test_a_run_killed_from_outside_is_begun_once_more(
     thread = threading.Thread(target=sweep._run_in_child, args=(cell, threading.Event()))
     thread.start()
     for again in (1, 2):
-        while starts(tmp_path / "s")[cell.config.digest] < again or sweep._status(cell.folder) != "running":
+        while starts(tmp_path / "s")[cell.config.digest] < again or sweep.status_of(cell.folder) != "running":
             time.sleep(0.01)
         os.kill(begun[-1].pid, signal.SIGKILL)
     thread.join(30)
@@ -562,8 +566,80 @@ def test_the_command_prints_the_table_and_the_best(
         cli_sweep.sweep(TINY, ["local.lr=0.1"], "a")
 
 
+# Several machines
+
+
+def test_a_run_is_claimed_by_one_process_and_taken_over_only_when_abandoned(tmp_path: Path) -> None:
+    first, second = Claims(tmp_path), Claims(tmp_path)
+    run_folder = tmp_path / "run-1"
+    with first.active(), second.active():
+        assert first.take(run_folder) and first.take(run_folder) and not second.take(run_folder)
+        first.give_back(run_folder)
+        assert second.take(run_folder) and not first.take(run_folder)
+        claim = tmp_path / "run-1.claim"
+        edge = claim.stat().st_mtime - claims.ABANDONED
+        os.utime(claim, (edge + 5, edge + 5))
+        assert not first.take(run_folder)
+        os.utime(claim, (edge - 5, edge - 5))
+        assert first.take(run_folder)
+        second.give_back(run_folder)  # it lost the claim: the new owner's stays
+        assert claim.exists() and not second.take(run_folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_claim_of_a_process_that_was_killed_here_is_free_at_once(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    content = {"owner": "somebody", "host": socket.gethostname(), "process": ended.pid}
+    (tmp_path / "run-1.claim").write_text(json.dumps(content))
+    (tmp_path / "run-2.claim").write_text(json.dumps({**content, "host": "elsewhere"}))
+    mine = Claims(tmp_path)
+    with mine.active():
+        assert mine.take(tmp_path / "run-1") and not mine.take(tmp_path / "run-2")
+
+
+def test_two_processes_divide_a_grid_and_both_have_all_results(
+    tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "_POLL", 0.01)
+    made = plan("local.lr=0.01,0.03,0.1,0.3", seeds=(0, 1))
+    search.write_plan(made, tmp_path / "s")
+    assert search.joined_plan(tmp_path / "s") == made
+    results: dict[str, list[Trial]] = {}
+
+    def work(name: str) -> None:
+        results[name] = run(search.joined_plan(tmp_path / "s"), tmp_path / "s")[0]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(starts(tmp_path / "s").values()) == [1] * 8
+    for trials in results.values():
+        assert [trial.status for trial in trials] == ["finished"] * 4
+    assert not list((tmp_path / "s").glob("*.claim"))
+
+
+def test_what_cannot_be_joined_is_one_sentence(tmp_path: Path) -> None:
+    with raises("E-CONSORTIUM-JOIN"):
+        search.joined_plan(tmp_path)
+    (tmp_path / search.PLAN_FILE).write_text("[]")
+    with raises("E-CONSORTIUM-JOIN"):
+        search.joined_plan(tmp_path)
+
+
+def test_the_script_for_slurm_joins_the_grid(tmp_path: Path) -> None:
+    (tmp_path / "my sweep").mkdir()
+    text = write_array_script(tmp_path / "my sweep", 3).read_text()
+    assert "#SBATCH --array=0-2" in text and "#SBATCH --job-name=fedgraft-my-sweep" in text
+    last = text.strip().splitlines()[-1]
+    assert shlex.split(last)[-4:] == ["--join", str(tmp_path / "my sweep"), "--processes", "0"]
+    subprocess.run(["bash", "-n", tmp_path / "my sweep" / "sweep.sbatch"], check=True)
+
+
 def test_rows_of_nothing() -> None:
-    assert rows([]) == [] and best([]) is None
+    assert setting_rows([]) == [] and best_trial([]) is None
 
 
 def test_the_command_line_still_starts_without_torch() -> None:

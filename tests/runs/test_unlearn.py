@@ -219,5 +219,5 @@ def test_the_images_of_a_forgotten_client_do_not_choose_the_best_round(tmp_path:
     assert replay.start == 0
     setup = setup_of(replay.config)
     own = set(setup.task.data.rows(1).tolist())
-    judging = set(setup.judging_rows.tolist())
+    judging = set(setup.evaluation_rows.tolist())
     assert judging == set(setup.task.data.train_rows.tolist()) - own

@@ -9,7 +9,7 @@ import pytest
 from tests.support.errors import raises
 from tests.support.tiny import tiny, without_pictures
 
-from fedgraft.consortium.worth import Site, compare_models, comparisons, make_missing, summary_line, write_worth
+from fedgraft.consortium.worth import Site, compare_models, comparison_configs, make_missing, summary_line, write_worth
 from fedgraft.metrics.metrics import Metric
 from fedgraft.runs.loop import run
 from fedgraft.runs.tracking import Silent
@@ -50,11 +50,11 @@ def test_losers_are_named_and_what_holds_zero_is_not_told() -> None:
 
 def test_comparisons_share_data_seed_and_training_and_one_place_is_refused() -> None:
     config = tiny("algorithm.name=fedprox", "privacy.aggregation=secure", "seed=3")
-    compared = comparisons(config)
-    contributions = comparisons(tiny("seed=3", "rounds.keep_contributions=true"))  # what only a mean can keep
-    assert contributions["alone"].digest == comparisons(tiny("seed=3"))["alone"].digest
+    compared = comparison_configs(config)
+    contributions = comparison_configs(tiny("seed=3", "rounds.keep_contributions=true"))  # what only a mean can keep
+    assert contributions["alone"].digest == comparison_configs(tiny("seed=3"))["alone"].digest
     assert compared["alone"].algorithm.name == "local_only" and compared["alone"].privacy.aggregation == "clear"
     assert compared["alone"].local == config.local and compared["alone"].seed == compared["pooled"].seed == 3
     assert compared["pooled"].partition.clients == 1 and compared["pooled"].centralized.active
     with raises("E-CONSORTIUM-ONE-SITE"):
-        comparisons(compared["pooled"])
+        comparison_configs(compared["pooled"])

@@ -183,7 +183,7 @@ def test_without_validation_the_lies_count(scene: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(validation, "far_off", lambda *a: {})
     for name, action in ACTIONS.items():
         monkeypatch.setitem(ACTIONS, name, replace(action, implausible=lambda response: ""))
-    monkeypatch.setattr(kinds, "plausible", lambda counts: True)
+    monkeypatch.setattr(kinds, "are_plausible_counts", lambda counts: True)
     monkeypatch.setattr(kinds, "masks_of_usual_share", lambda responses: responses)
     run, lies = SCENES[scene]
     without, wrong = run(None), 0
@@ -276,7 +276,7 @@ def test_without_the_servers_look_at_signatures_the_sum_is_lost(name: str, monke
     from fedgraft.privacy.secagg import server
 
     if name == "advert":
-        monkeypatch.setattr(server, "genuine", lambda *a: True)
+        monkeypatch.setattr(server, "is_genuine_advert", lambda *a: True)
     else:
         monkeypatch.setattr(server.SecureServer, "_signed", lambda *a: True)
     assert not torch.equal(hidden(spoiled(name)).state.vector, hidden(silent(name)).state.vector)

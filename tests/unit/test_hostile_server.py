@@ -68,7 +68,7 @@ BROKEN: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "plans are not compared": ("plan", client_secure, "check_plan", nothing),
     "thresholds are not checked": ("threshold", Policy, "check_plan", nothing),
     "orders are not bound": ("binding", client_secure, "request_digest", lambda request: ""),
-    "sums are not remembered": ("repeat", Identity, "serve", nothing),
+    "sums are not remembered": ("repeat", Identity, "record_served", nothing),
     "further words are not looked at": ("words", authorize, "forbid_extra_fields", nothing),
     "what was told besides is not compared": ("ground", SecureClient, "_check_run_fingerprint", nothing),
     "the graph is not signed": ("graph", SecureClient, "_check_advert", nothing),

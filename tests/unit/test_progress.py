@@ -28,7 +28,7 @@ from fedgraft.core.progress import (
 )
 from fedgraft.engines.shared_memory import Workers
 from fedgraft.report.display import LiveProgress
-from fedgraft.report.run_record import present
+from fedgraft.report.run_record import current_phases
 from fedgraft.runs.tracking import PhaseFile, PhaseLog
 
 
@@ -131,12 +131,12 @@ def test_of_a_short_task_a_worker_says_nothing() -> None:
     sent: list[progress.News] = []
     relay = progress.Relay(sent.append)
     relay.note(Phase("x", unit="y"), 1, 2)
-    relay.between()
+    relay.finish_task()
     assert sent == []
     relay.last -= 10
     relay.note(Phase("x", unit="y"), 1, 2)
     relay.note(Phase("x", unit="y"), 1, 0)
-    relay.between()
+    relay.finish_task()
     assert sent == [[("x", "y", 1, 2)], [("x", "y", 1, 0)]]
 
 
@@ -175,12 +175,12 @@ def test_the_log_has_begin_half_minutes_and_end(caplog: pytest.LogCaptureFixture
 def test_the_file_says_what_lasts_and_is_gone_at_the_end(tmp_path: Path) -> None:
     file = PhaseFile(tmp_path)
     file([lasted(0.2)])
-    assert present(tmp_path) == [] and not list(tmp_path.iterdir())
+    assert current_phases(tmp_path) == [] and not list(tmp_path.iterdir())
     file([lasted(5)])
-    assert present(tmp_path) == ["features: 0 of 1,000 images, 5 s so far"]
+    assert current_phases(tmp_path) == ["features: 0 of 1,000 images, 5 s so far"]
     old = (tmp_path / "now.json").read_text().replace('"time": ', '"time": -')
     (tmp_path / "now.json").write_text(old)
-    assert present(tmp_path) == []  # what a killed run left behind is not the present
+    assert current_phases(tmp_path) == []  # what a killed run left behind is not the present
     file([])
     assert not list(tmp_path.iterdir())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedgraft.core.roles import WORDS, means, part, role
+from fedgraft.core.roles import WORDS, covers, part, role
 
 NAMES = {
     "backbone.layers.3.attention.q_proj.weight": "q.weight",
@@ -53,13 +53,13 @@ def test_names_have_their_roles(name: str, kind: str) -> None:
 
 def test_words_cover_roles() -> None:
     inside = "backbone.layers.0.attention.q_proj.bias"
-    covering = {word for word in WORDS if means(word, inside)}
+    covering = {word for word in WORDS if covers(word, inside)}
     assert covering == {"q", "qk", "qkv", "attention", "blocks", "bias"}
-    assert {word for word in WORDS if means(word, "backbone.layernorm.weight")} == {"norm"}
-    assert {word for word in WORDS if means(word, "backbone.blocks.0.attn.qkv.weight")} == {
+    assert {word for word in WORDS if covers(word, "backbone.layernorm.weight")} == {"norm"}
+    assert {word for word in WORDS if covers(word, "backbone.blocks.0.attn.qkv.weight")} == {
         "qk",
         "qkv",
         "attention",
         "blocks",
     }
-    assert {word for word in WORDS if means(word, "head.bias")} == {"head", "bias"}
+    assert {word for word in WORDS if covers(word, "head.bias")} == {"head", "bias"}

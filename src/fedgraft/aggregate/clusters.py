@@ -49,8 +49,8 @@ class Clusters:
         """The scalar that comes with every update, the index of the client's cluster, and its largest value."""
         return {"cluster": float(self.count - 1)}
 
-    def gives(self, state: ServerState) -> Mapping[str, Tensor]:
-        """Return all models as offsets from the model of the request, (clusters, k); nothing while they are equal."""
+    def request_tensors(self, state: ServerState) -> Mapping[str, Tensor]:
+        """Return the tensors of a request: all models as offsets from its own, (clusters, k); none while equal."""
         if "clusters" not in state.rule:
             return {}
         return {"clusters": state.rule["clusters"]}

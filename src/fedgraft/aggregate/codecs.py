@@ -276,7 +276,7 @@ def decode(payload: Payload, codec: Codec, length: int) -> Tensor:
 
 
 def check_tensor(tensor: object, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
-    """Raise `BadPayload` unless the object is a dense CPU tensor of this dtype and shape."""
+    """Raise `BadPayload` unless the object is a dense CPU tensor of this dtype and shape; `name` is for the error."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise BadPayload(f"{name!r} is not a plain tensor")
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:

@@ -86,8 +86,9 @@ def blended(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield new personal vectors anchor + W @ offsets piece by piece: the slice, and its values (rows of W, piece).
 
-    `mean` is a pair (weights, out): each piece also fills `out` with the next anchor, anchor + weighted mean of the
-    offsets, in the bits of `weighted_mean`. Offsets may be stored on disk; they are read once.
+    `mixing` is W. `mean` is a pair (weights, out): each piece also fills `out` with the next anchor, anchor + weighted
+    mean of the offsets, in the bits of `weighted_mean`. Offsets may be stored on disk; they are read once. `chunk` is
+    the number of coordinates of a piece; None: as many as stay in the processor's cache.
     """
     blend = blender(mixing)
     if not chunk:
@@ -109,7 +110,7 @@ def mix(
     mean: tuple[Tensor, Tensor] | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Return all pieces of `blended` as one tensor in memory, (rows of W, k)."""
+    """Return all pieces of `blended`, which has the same arguments, as one tensor in memory, (rows of W, k)."""
     result = torch.empty(len(mixing), len(anchor))
     for piece, values in blended(anchor, offsets, mixing, mean, chunk):
         result[:, piece] = values

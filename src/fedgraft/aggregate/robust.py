@@ -77,7 +77,7 @@ class TooFew(FedgraftError):
 
 
 def require_responses(clients: int, least: int, rule: str, attackers: int) -> None:
-    """Raise `TooFew` if there are fewer responses than the guarantee of the rule needs."""
+    """Raise `TooFew` if there are fewer responses (`clients`) than the `least` that the rule's guarantee needs."""
     if attackers < 0 or clients < least:
         raise TooFew(rule, attackers, least, clients)
 

@@ -72,7 +72,7 @@ def _zeros(*names: str) -> Callable[[int], RuleState]:
 
 
 def _take(values: Mapping[str, Any], name: str, rule: str) -> Any:
-    """Return the value of this name, or raise an error that names the server rule."""
+    """Return the client's sum or scalar of this name, or raise an error that names the server rule."""
     if name not in values:
         raise FedgraftError(
             "E-AGGREGATE-RULE-INPUT",
@@ -115,7 +115,7 @@ def _adaptive(
     """Return the rule m = b1 m + (1 - b1) update; v = second(v, update^2); x + lr m / (sqrt(v) + tau).
 
     `second` returns the new second moment from the old one and the squared update; `betas` are (b1, b2), of which b2
-    serves the bias correction.
+    serves the bias correction. `correction` is as in `adam`; `name` is the rule's.
     """
     if not tau > 0:
         raise FedgraftError(

@@ -251,7 +251,10 @@ def _signature_rsa(x: Tensor) -> Tensor:
 
 
 def _by_signature(signature: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the similarity matrix function that compares the signatures of all clients by their cosine."""
+    """Return the function from all clients' representations to the cosines (m, m) of their signatures.
+
+    `signature` computes a client's from its representations.
+    """
 
     def similarity(representations: Representations, **options: Any) -> Tensor:
         return _all_pairs([signature(x, **options) for x in representations])
@@ -294,7 +297,10 @@ SIMILARITIES: Mapping[str, Callable[..., Tensor]] = {
 
 
 def crsm(representations: Representations, metric: str = "cka_linear", **options: Any) -> Tensor:
-    """Return the client representation similarity matrix (m, m) float64: entries in [0, 1], ones on the diagonal."""
+    """Return the client representation similarity matrix (m, m) float64: entries in [0, 1], ones on the diagonal.
+
+    `metric` is a name in `SIMILARITIES`, `options` are those of its function.
+    """
     if metric not in SIMILARITIES:
         raise FedgraftError(
             "E-AGGREGATE-SIMILARITY-UNKNOWN",
@@ -333,7 +339,10 @@ def mean_scores(scores: Tensor, null: Tensor | float = 0.0) -> Tensor:
 def counted_examples(
     examples: Tensor, scores: Tensor, gamma: float = 1.0, null: Tensor | float = 0.0, cap: float | None = None
 ) -> Tensor:
-    """Return n_k s_k^gamma, at most `cap`: the effective number of examples, which a client can compute by itself."""
+    """Return n_k s_k^gamma, at most `cap`: the effective number of examples, which a client can compute by itself.
+
+    Arguments are as in `alignment_weights`.
+    """
     factors = mean_scores(scores, null).clamp(min=FLOOR) ** gamma
     return (examples.to(torch.float64) * factors).clamp(max=cap or math.inf)
 

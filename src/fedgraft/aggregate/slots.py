@@ -131,7 +131,7 @@ class Step:
     lr: float
 
     def server_step(self, update: Tensor, info: RoundInfo) -> ServerState:
-        """Return the state after one common update."""
+        """Return the state after the server rule's step by one common update; `self.state` stays as it is."""
         vector, rule = self.rule.step(self.state.vector, update, dict(self.state.rule), info)
         return replace(self.state, round=self.state.round + 1, vector=vector, rule=rule)
 
@@ -190,8 +190,8 @@ class Aggregator:
         """`needs`, and what its observations need."""
         return self.needs | required_by(self.wants)
 
-    def gives(self, state: ServerState) -> Mapping[str, Tensor]:
-        """Return the tensors that requests carry beside the model."""
+    def request_tensors(self, state: ServerState) -> Mapping[str, Tensor]:
+        """Return the tensors that requests to clients carry beside the model: none."""
         return {}
 
     def advance(self, step: Step, answers: Answers, weights: Tensor) -> Advanced:
@@ -228,7 +228,10 @@ class PersonalModels(Protocol):
     def renewed(
         self, round: int, clients: Sequence[int], pieces: Iterable[tuple[slice, Tensor]], keep: bool
     ) -> Mapping[int, Tensor]:
-        """Return the models after this round (0: the start); `pieces` are columns of the clients' models (m, k)."""
+        """Return the models after this round (0: the start), of which new ones are stored.
+
+        `pieces` are columns of these clients' new models (m, k). `keep`: others keep theirs, else they have none.
+        """
         ...
 
 
@@ -242,7 +245,7 @@ class Mixing:
     wants: tuple[Observe, ...] = ()
     absent_keep: bool = True
     """Clients outside the cohort keep their model; otherwise they fall back to the mean of the others."""
-    shows_mean: bool = False
+    sends_mean: bool = False
     """Requests carry the mean of all models beside the client's own."""
     provides: Capabilities = frozenset({Capability.STABLE_MODEL, Capability.PERSONAL_MODELS, Capability.EXCHANGE})
     """Without `EXCHANGE` clients train alone, and no traffic is counted."""
@@ -251,13 +254,16 @@ class Mixing:
 
     @property
     def requires(self) -> Capabilities:
-        """Each update (a server that knows the matrix could solve hidden mixtures for every model), and the rest."""
+        """What mixing and its observations need.
+
+        Hiding each update would be no use: a server that knows the matrix could solve the mixtures for every model.
+        """
         mixed = {Capability.EACH_UPDATE, Capability.FIXED_COORDINATES, Capability.AVERAGED_UPDATES}
         return required_by(self.wants) | mixed
 
-    def gives(self, state: ServerState) -> Mapping[str, Tensor]:
-        """Return the tensors that requests carry beside the model."""
-        if not self.shows_mean:
+    def request_tensors(self, state: ServerState) -> Mapping[str, Tensor]:
+        """Return the tensors that requests to clients carry beside the model: the mean of all models, or none."""
+        if not self.sends_mean:
             return {}
         return {"common": state.vector}
 

@@ -161,7 +161,7 @@ class Algorithm:
 
     @property
     def leaves_head_rate(self) -> bool:
-        """Whether the head is trained and no option determines its learning rate."""
+        """Whether the head is trained and no option sets its learning rate, so that the run computes one."""
         small_rates = self.trainable.rates.small and Capability.TRAINED_BODY in self.provides
         unspecified = self.local.lr is None or small_rates
         return Capability.TRAINED_HEAD in self.provides and unspecified and self.local.head_lr is None
@@ -185,7 +185,8 @@ def secure_segments(
 ) -> tuple[Segment, ...]:
     """Return the layout of this algorithm's secure sum: the weighted update, the weight, and all other sums.
 
-    The limits follow from the config and the request's `settings` (`lr`, `largest`), known to server and clients.
+    An update has `length` numbers, of which the first `trained` are trained and the rest are buffers. The limits follow
+    from the config and the request's `settings` (`lr`, `largest`), known to server and clients.
     The sum counts the clients that had to clip a value; not under differential privacy, whose accounting does not
     cover this count.
     """
@@ -204,7 +205,10 @@ def secure_segments(
 
 
 def _sent_scale(algorithm: Algorithm, settings: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-    """Return the largest ratio of the sent update to the update, and the largest value of each reported scalar."""
+    """Return how much the update links enlarge an update at most, and the largest value of each reported scalar.
+
+    `settings` are the request's; links that divide by the number of steps need its `lr` and `largest`.
+    """
     scale = 1.0
     reports = algorithm.reports
     scaling = [link.scale for link in algorithm.update if link.scale is not None]
@@ -271,7 +275,7 @@ def _named(slot: str, name: str, part: CapablePart, instead: str = "") -> NamedP
 
 
 def _combination_error(algorithm: Algorithm, unmet: Sequence[Unmet]) -> FedgraftError:
-    """Return the error that says which part lacks what, and which settings would help; it speaks of the first one."""
+    """Return the error about the first of the unmet requirements: which part lacks what, and which settings help."""
     part = unmet[0].part
     capability = unmet[0].capability
     by_slot = {part.slot: part for part in parts_of(algorithm)}

@@ -53,7 +53,7 @@ def fedlc(tau: NotNegative = 1.0, **slots: Any) -> Algorithm:
     Args:
         tau: size of the margins
     """
-    return vary(fedavg(**slots), name="fedlc", loss=calibrated(tau, smoothing(slots)))
+    return vary(fedavg(**slots), name="fedlc", loss=calibrated(tau, requested_smoothing(slots)))
 
 
 @in_range
@@ -64,7 +64,7 @@ def moon(weight: NotNegative = 1.0, temperature: Positive = 0.5, **slots: Any) -
         weight: weight of the contrastive term
         temperature: temperature of the cosine similarities
     """
-    return vary(fedavg(**slots), name="moon", loss=contrastive(weight, temperature, smoothing(slots)))
+    return vary(fedavg(**slots), name="moon", loss=contrastive(weight, temperature, requested_smoothing(slots)))
 
 
 @in_range
@@ -175,12 +175,15 @@ def central(**slots: Any) -> Algorithm:
 
 
 def specified(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the slots that are not None."""
+    """Return the slots that are set: those that are not None."""
     return {name: value for name, value in slots.items() if value is not None}
 
 
-def smoothing(slots: Mapping[str, Any]) -> float:
-    """Return the label smoothing of the requested loss, for an algorithm that has its own loss; others are refused."""
+def requested_smoothing(slots: Mapping[str, Any]) -> float:
+    """Return the label smoothing of the cross-entropy in `slots`, for an algorithm that brings a loss of its own.
+
+    Raises for any other loss, which the algorithm's own would silently replace.
+    """
     loss = slots.get("loss") or cross_entropy()
     if loss.smoothing is None:
         raise FedgraftError(

@@ -14,7 +14,7 @@ from fedgraft.edit.dense import head
 
 
 def _head_only(name: str, kind: str, slots: dict[str, Any]) -> Algorithm:
-    """Return the algorithm that only computes a head of this kind."""
+    """Return the algorithm `name` that trains nothing and computes a head of this kind (a value of model.head)."""
     algorithm = fedavg(**{"trainable": head(), **specified(slots)})
     return vary(algorithm, name=name, closed_form=kind)
 

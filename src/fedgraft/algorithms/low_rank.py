@@ -18,7 +18,10 @@ from fedgraft.edit.low_rank import LowRank
 
 
 def _lora(name: str, seed: int, slots: dict[str, Any], **options: Any) -> Algorithm:
-    """Return FedAvg of low-rank factors with these options of the trainable; other options are those of the slot."""
+    """Return FedAvg of low-rank factors, called `name`; `options` replace those of the trainable in `slots`.
+
+    Raises if that trainable is not low rank; without one, the default is taken, drawn from `seed`.
+    """
     slots = specified(slots)
     kind = slots.get("trainable") or LowRank(seed=seed)
     if not isinstance(kind, LowRank):

@@ -98,7 +98,10 @@ def _mixed(
 
 
 def _mixing_evidence(similarity: str, samples: int, probe: int, noise: float) -> tuple[str, Observe | None]:
-    """Return the name of the tensor that the similarity compares, and the observation that contains it."""
+    """Return the name of the reported tensor that the similarity compares, and the observation that reports it.
+
+    `samples` (own images), `probe` (shared images) and `noise` are as in `_mixed`. ("", None): clients report nothing.
+    """
     if similarity == "constant":
         return "", None
     if similarity in ("label_histogram", "groups"):
@@ -113,10 +116,14 @@ def _mixing_evidence(similarity: str, samples: int, probe: int, noise: float) ->
 
 
 def _self_weighted_mixing(fixed: float | None, aside: float, absent_keep: bool) -> Mixing:
-    """Return the mixing by self-weights: `fixed` for all clients, or learned by each client on rows set aside."""
+    """Return the mixing in which a client's model is w times its own plus 1 - w times the mean of all.
+
+    w is `fixed` for all clients or, if that is None, learned by each client on the share `aside` of its images, for
+    which requests also carry the mean. `absent_keep`: clients outside the cohort keep their model.
+    """
 
     def matrix(answers: Answers) -> Tensor:
-        """Return the similarity matrix (m, m) that gives each client its reported self-weight."""
+        """Return the similarity matrix (m, m) whose mixture gives each client its self-weight."""
         if fixed is not None:
             weights = [fixed] * len(answers.clients)
         else:
@@ -126,7 +133,7 @@ def _self_weighted_mixing(fixed: float | None, aside: float, absent_keep: bool) 
     if fixed is not None:
         return Mixing("mixture:learned", matrix, (), absent_keep)
     observation = Observe("self_weight", ("self_weight",), options={"aside": aside})
-    return Mixing("mixture:learned", matrix, (observation,), absent_keep, shows_mean=True)
+    return Mixing("mixture:learned", matrix, (observation,), absent_keep, sends_mean=True)
 
 
 @in_range

@@ -76,6 +76,7 @@ def fedalign(
         return torch.tensor(rows, dtype=torch.float64)
 
     def weigh(answers: Answers, scores: Tensor) -> Tensor:
+        """Return the weights (m,) that follow from these scores, (m, layers) or (m, 1)."""
         return alignment_weights(answers.examples, scores, gamma, null, cap).weights
 
     def weights(answers: Answers) -> Tensor:
@@ -86,6 +87,7 @@ def fedalign(
         return random_weights_like(aligned, torch_stream(seed, "random_weights", answers.round))
 
     def own(examples: float, scalars: Mapping[str, float], largest: float) -> float:
+        """Return the weight of one client, which it computes itself under secure aggregation, relative to `largest`."""
         own_scores = torch.tensor([[scalars[name] for name in names]], dtype=torch.float64)
         return float(counted_examples(torch.tensor([examples]), own_scores, gamma, null, cap)) / largest
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedgraft.cli.console import import_runtime
-from fedgraft.cli.sweep import resumable, show
+from fedgraft.cli.sweep import print_settings, resumable
 
 
 def advise(
@@ -36,7 +36,7 @@ def advise(
     config = config_for(data, base, parse_overrides(overrides or []))
     with resumable():
         advice = run_trials(config, limit, folder, minutes, rounds, images, typer.echo)
-    show(advice.rows())
+    print_settings(advice.rows())
     for line in recommendation(advice):
         typer.echo(line)
     if out is not None:

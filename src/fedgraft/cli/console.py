@@ -27,7 +27,7 @@ def import_runtime() -> None:
 
 
 def echo(text: str, indent: str = "  ") -> None:
-    """Print a sentence: wrapped between words on a terminal, one line in a pipe."""
+    """Print a sentence: wrapped between words on a terminal, further lines after `indent`; one line in a pipe."""
     width = shutil.get_terminal_size().columns
     if sys.stdout.isatty() and len(text) > width:
         text = textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -29,7 +29,10 @@ def preflight(
 
 
 def show_preflight(out: Path, sites: Sequence[Mapping[str, Any]], problems: Sequence[Finding]) -> None:
-    """Print the problems, write the page, and exit with 1 if there are errors."""
+    """Print the problems, write the page into the folder `out`, and exit with 1 if there are errors.
+
+    `sites` are the facts of each site's data.
+    """
     from fedgraft.consortium.preflight import write_preflight
 
     for finding in problems:
@@ -83,14 +86,14 @@ def unlearn(
             summary = unlearning.subtract(replay, run, live)
         else:
             summary = unlearning.unlearn_client(replay, run, live)
-    display.results(console, replay.config.name, summary)
-    display.path_line(console, replay.folder)
+    display.print_results(console, replay.config.name, summary)
+    display.print_paths(console, replay.folder)
     if fast:
         _print_distance(summary["unlearned"])
 
 
 def _print_distance(record: Mapping[str, Any]) -> None:
-    """Print how far an approximate result is from the exact one."""
+    """Print how far an approximate result is from the exact one; `record` is "unlearned" of its summary."""
     if record["distance"] is None:
         echo("approximate; its distance from the exact model is unknown: run without --fast first, then this again")
         return

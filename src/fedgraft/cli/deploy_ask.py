@@ -58,7 +58,7 @@ def _save_class_map(federation: FederationFolder, class_map: Path) -> None:
 
 
 def _missing_answers(answers: dict[str, Any], names: Sequence[str]) -> list[Finding]:
-    """Return a finding for every node that refused or is not connected."""
+    """Return a finding for every node that refused or is not connected; `names` are the nodes', by number."""
     from fedgraft.consortium.site_faults import Finding
 
     missing = []

@@ -203,7 +203,7 @@ def status(fed: Fed) -> None:
     from fedgraft.deploy.coordinator import connect_control, run_state, running_server
     from fedgraft.deploy.door_link import describe_transfer, transfers
     from fedgraft.deploy.folder import open_federation
-    from fedgraft.report.run_record import present
+    from fedgraft.report.run_record import current_phases
 
     federation = open_federation(fed)
     running = running_server(federation)
@@ -224,7 +224,7 @@ def status(fed: Fed) -> None:
     typer.echo(f"run {state.id}: {state.status}{_describe_rounds(federation, folder)}")
     _print_contributions(federation, folder)
     if folder is not None and not state.over:
-        for line in present(folder):
+        for line in current_phases(folder):
             typer.echo(f"now: {line}")
         names = {node.id: node.name for node in nodes}
         for transfer in transfers(federation.path):

@@ -106,5 +106,5 @@ def local(
     except KeyboardInterrupt:
         typer.echo(f"\ninterrupted; everything is stopped. The same command continues the run in {path}", err=True)
         raise typer.Exit(130) from None
-    display.results(console, config.name, summary)
-    display.path_line(console, path)
+    display.print_results(console, config.name, summary)
+    display.print_paths(console, path)

@@ -71,7 +71,7 @@ def policy(
 
 
 def _check_policy(file: Path, config: Config, algorithm: Algorithm) -> None:
-    """Print the rules of a policy that the config breaks, and exit with 1 if there are any."""
+    """Print the rules of the policy in `file` that the config breaks, and exit with 1 if there are any."""
     from fedgraft.client.policy import parse
     from fedgraft.config.agreement import broken_rules
 

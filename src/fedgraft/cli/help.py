@@ -92,7 +92,7 @@ class Command(TyperCommand):
     """A command whose help explains every argument."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; for a mistyped option suggest only a close match."""
+        """Parse the arguments and return the rest (click); for a mistyped option suggest only a close match."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -157,14 +157,14 @@ class Group(TyperGroup):
 
 
 def _write_section(formatter: click.HelpFormatter, title: str, rows: list[tuple[str, str]]) -> None:
-    """Write a section of names and explanations; nothing without rows."""
+    """Write a section of (name, explanation) rows under `title`; nothing without rows."""
     if rows:
         with formatter.section(title):
             formatter.write_dl(rows)
 
 
-def polish(app: typer.Typer, above: str = "") -> None:
-    """Set this help and the example of every command of an app; `above` is the path of its parent commands."""
+def install_help(app: typer.Typer, above: str = "") -> None:
+    """Give every command of an app this layout of help and its example; `above` is the path of its parent commands."""
     for command in app.registered_commands:
         name = command.name or getattr(command.callback, "__name__", "")
         command.cls = Command
@@ -174,11 +174,11 @@ def polish(app: typer.Typer, above: str = "") -> None:
     for group in app.registered_groups:
         group.cls = Group
         if group.typer_instance is not None:
-            polish(group.typer_instance, f"{above}{group.name} ")
+            install_help(group.typer_instance, f"{above}{group.name} ")
 
 
 def _argument_help(command: click.Command) -> dict[str, str]:
-    """Return the help of each parameter from its annotation; click drops the help of arguments."""
+    """Return the help of each parameter of a command by name, from its annotation; click drops that of arguments."""
     if command.callback is None:
         return {}
     explanations = {}

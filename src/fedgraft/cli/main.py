@@ -140,12 +140,15 @@ def resume(
             "restore it, or start a new run",
             run=str(run),
         )
-    record.mend()
+    record.reopen_if_damaged()
     _carry_out(config, run, quiet)
 
 
 def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
-    """Run with a live display, then print the final table. On Ctrl-C the run has saved its state before this ends."""
+    """Run in `folder` with a live display, then print the final table; exit with 130 on Ctrl-C, after it was saved.
+
+    `quiet`: only the table is printed.
+    """
     import rich
 
     console = rich.get_console()
@@ -178,10 +181,10 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
         raise typer.Exit(130) from None
     finally:
         console.quiet = False
-    display.results(console, config.name, summary)
-    display.path_line(console, folder)
+    display.print_results(console, config.name, summary)
+    display.print_paths(console, folder)
     if not quiet:
-        display.next_lines(console, folder)
+        display.print_next_commands(console, folder)
 
 
 @app.command()
@@ -252,7 +255,7 @@ app.command()(cli_sweep.sweep)
 app.command()(cli_sweep.watch)
 app.add_typer(cli_edit.app, name="edit")
 app.add_typer(cli_deploy.app, name="deploy")
-cli_help.polish(app)
+cli_help.install_help(app)
 
 
 def _screen(phases: Sequence[Phase]) -> None:
@@ -273,7 +276,7 @@ def _screen(phases: Sequence[Phase]) -> None:
 
 
 def keep_only(command: str) -> None:
-    """Unregister the other commands: typer would read the signatures of all of them, which takes long."""
+    """Unregister all commands but `command`: typer would read the signatures of all of them, which takes long."""
     groups = [group for group in app.registered_groups if group.name == command]
     commands = []
     for registered in app.registered_commands:

@@ -21,7 +21,7 @@ Overrides = Annotated[
 
 
 def config_of(overrides: list[str] | None) -> Config:
-    """Return the config that these arguments describe."""
+    """Return the config of command-line arguments: a TOML file, a preset or data first, then `key=value`."""
     from fedgraft.config import presets
     from fedgraft.config.load import load
 
@@ -37,7 +37,7 @@ def config_of(overrides: list[str] | None) -> Config:
 
 
 def _on_data(data: str, rest: list[str]) -> Config:
-    """Return the config of a run on images at a path, named after it."""
+    """Return the config of a run on the images at the path `data`, named after it; `rest` are `key=value` words."""
     from fedgraft.config.from_data import config_for
     from fedgraft.config.load import parse_overrides
 

@@ -94,13 +94,13 @@ def evaluate(
     if len(measured.classes) > display.FEW:
         top5 = f"  top-5 {100 * measured.top5:.2f} %"
     typer.echo(f"{accuracy}{top5}  loss {measured.loss:.4f}")
-    display.class_table(rich.get_console(), measured.classes, measured.metrics)
+    display.print_classes(rich.get_console(), measured.classes, measured.metrics)
     for place, reason in measured.skipped:
         typer.echo(f"left out: {place}: {reason}")
 
 
 def _as_table(measured: ModelMetrics) -> dict[str, object]:
-    """Return the result of an evaluation as plain values for JSON."""
+    """Return the result of an evaluation, `measured`, as plain values for JSON."""
     from dataclasses import asdict
 
     metrics: dict[str, object] = {}

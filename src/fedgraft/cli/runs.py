@@ -30,7 +30,7 @@ def list_(runs: Annotated[Path, typer.Argument(help="a folder of runs")] = Path(
         rows = [{**asdict(info), "path": str(info.path)} for info in infos]
         typer.echo(json.dumps(rows, indent=2))
     else:
-        display.runs_table(rich.get_console(), infos)
+        display.print_runs(rich.get_console(), infos)
 
 
 def show(run: Annotated[Path, typer.Argument(help="the run folder")], as_json: Json = False) -> None:
@@ -60,8 +60,8 @@ def show(run: Annotated[Path, typer.Argument(help="the run folder")], as_json: J
     for line in [*changes(from_folder(run)), f"(other options have their defaults: {run / 'config.toml'})"]:
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if summary:
-        display.results(console, run.name, summary)
-        display.path_line(console, run)
+        display.print_results(console, run.name, summary)
+        display.print_paths(console, run)
     elif lines:
         text = f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -79,6 +79,6 @@ def compare(
     from fedgraft.report.compare import compare_runs, figure_formats
 
     infos, written = compare_runs(runs, out, figure_formats(formats))
-    display.runs_table(rich.get_console(), infos)
+    display.print_runs(rich.get_console(), infos)
     for path in written:
         typer.echo(path)

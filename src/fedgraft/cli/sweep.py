@@ -23,7 +23,7 @@ _NO_GAIN = "no improvement over the initial model: the best round is the start"
 
 
 def seeds_of(text: str | None, default: int) -> tuple[int, ...]:
-    """Return whole numbers separated by commas; the default without a text."""
+    """Return the seeds in `--seeds 0,1,2` as numbers; (`default`,) without the option."""
     if text is None:
         return (default,)
     try:
@@ -47,8 +47,8 @@ def resumable() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def show(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table with its best row marked."""
+def print_settings(rows: Sequence[Mapping[str, str]]) -> None:
+    """Print the table of tried settings; the row with the status "best" is marked."""
     import textwrap
 
     import rich
@@ -87,21 +87,42 @@ def sweep(
     prune: Prune = 0,
     processes: Processes = 2,
     folder: Annotated[Path | None, typer.Option("--folder", "-o", help="default: sweeps/NAME")] = None,
+    join: Annotated[
+        Path | None, typer.Option("--join", help="help with the grid in this shared folder, from any machine")
+    ] = None,
+    array: Annotated[
+        int, typer.Option("--array", help="write a Slurm script of so many jobs that run the grid, and stop", min=0)
+    ] = 0,
 ) -> None:
     """Try many settings and choose by validation accuracy; started again, it continues where it stopped."""
     import_runtime()
-    from fedgraft.consortium.search import Search, SearchPlan
+    from fedgraft.consortium.search import Search, SearchPlan, joined_plan, write_plan
     from fedgraft.consortium.search_space import parse_axis
-    from fedgraft.consortium.search_tables import best, rows
+    from fedgraft.consortium.search_tables import best_trial, setting_rows
 
-    base = config_of(overrides)
-    axes = tuple(parse_axis(text) for text in over or [])
-    plan = SearchPlan(base, axes, seeds_of(seeds, base.seed), search, trials, prune)
-    root = folder or Path("sweeps") / base.name
+    if join is not None:
+        if overrides or over or seeds is not None:
+            raise FedgraftError(
+                "E-CLI-JOIN", "--join takes config, --over and --seeds from the sweep's folder", "leave them out"
+            )
+        plan = joined_plan(join)
+        root = join
+    else:
+        base = config_of(overrides)
+        axes = tuple(parse_axis(text) for text in over or [])
+        plan = SearchPlan(base, axes, seeds_of(seeds, base.seed), search, trials, prune)
+        root = folder or Path("sweeps") / base.name
+    if array:
+        from fedgraft.consortium.slurm import write_array_script
+
+        Search(plan, root, typer.echo)  # refuses wrong values before anything is written
+        write_plan(plan, root)
+        typer.echo(f"submit it with: sbatch {write_array_script(root, array)}")
+        return
     with resumable():
         results = Search(plan, root, typer.echo).run(processes)
-    show(rows(results))
-    winner = best(results)
+    print_settings(setting_rows(results))
+    winner = best_trial(results)
     if winner is not None:
         typer.echo(f"best on validation: {winner.label}")
         if not any(summary["best_round"] for summary in winner.summaries.values()):
@@ -133,7 +154,7 @@ def find_lr(
         root = Path("sweeps") / name
     with resumable():
         findings = find_rate(plan, root, processes, typer.echo)
-    show(findings.rows())
+    print_settings(findings.rows())
     typer.echo(f"best on validation: local.lr={findings.best.rate:g}")
     if not findings.best.improved:
         typer.echo(_NO_GAIN)

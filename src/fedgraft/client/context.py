@@ -75,8 +75,8 @@ class ClientContext:
         """Number of coordinates of an update: the trained ones, and the buffers where updates carry them."""
         return self.space.size if self.sends_buffers else self.space.trained
 
-    def release(self) -> None:
-        """Forget the cached binding, because the network is about to be written from outside."""
+    def forget_binding(self) -> None:
+        """Forget the cached binding of the network, because its weights are about to be written from outside."""
         self._bound = {}
         self._active = ""
 
@@ -90,9 +90,10 @@ class ClientContext:
     def load_model(self, vector: Tensor, own_part: Tensor | None = None) -> None:
         """Write a model into the network: `vector` into the shared edit space, and the private part where there is one.
 
-        `own_part` are the client's private values; None: the values with which every client started.
+        `own_part` are the client's private values; None: the values with which every client started. The cached binding
+        is forgotten.
         """
-        self.release()
+        self.forget_binding()
         if self.private is not None and self.private_start is not None:
             private_values = self.private_start if own_part is None else own_part
             self.private.scatter(private_values, self.network)
@@ -100,7 +101,7 @@ class ClientContext:
 
 
 def shared_and_private(algorithm: Algorithm, network: Network, space: EditSpace) -> tuple[EditSpace, EditSpace | None]:
-    """Split the trained edit space into what clients share and what each keeps to itself (None: nothing).
+    """Return (what clients share, what each keeps to itself) of the trained edit space; None: it keeps nothing.
 
     With `client_state.within` the private coordinates are those of `space` only; otherwise they are all of the network
     that the algorithm calls private, trained by the common space or not.

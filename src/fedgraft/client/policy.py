@@ -62,8 +62,8 @@ class Policy:
     )
     rounds: int | None = field(default=None, metadata={"says": "most rounds of a run"})
     sums: int | None = field(default=None, metadata={"says": "most secure sums of one kind before the first round"})
-    rounds_per_day: int | None = field(default=None, metadata={"says": "most training orders a day"})
-    queries_per_day: int | None = field(default=None, metadata={"says": "most other orders a day"})
+    rounds_per_day: int | None = field(default=None, metadata={"says": "most training requests a day"})
+    queries_per_day: int | None = field(default=None, metadata={"says": "most other requests a day"})
     least_images: int = field(default=0, metadata={"says": "fewest images an evaluation or count may be about"})
     heads: int = field(default=1024, metadata={"says": "most heads that one count may compare"})
     request_megabytes: int = field(
@@ -72,7 +72,7 @@ class Policy:
     steps: int | None = field(default=None, metadata={"says": "most steps of local training a round"})
     pinned_peers: bool = field(default=False, metadata={"says": "no secure sum with a peer that `deploy trust` lacks"})
     ranges: Mapping[str, tuple[float, float]] = field(
-        default_factory=dict, metadata={"says": "least and largest value of an order's numbers"}
+        default_factory=dict, metadata={"says": "least and largest value of the numbers in a request"}
     )
 
     # ---- one request -----------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Policy:
         self.check_action(request)
         self.check_protection(algorithm)
         if not self.agrees(request.run):  # the whole fingerprint was checked when the config came
-            raise Refused("the order belongs to a run that the owner did not agree to", "config", run=request.run)
+            raise Refused("the request belongs to a run that the owner did not agree to", "config", run=request.run)
         for name, value in request.settings.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._check_range(name, float(value))

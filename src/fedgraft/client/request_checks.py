@@ -29,7 +29,7 @@ def requested_name(request: Request) -> str:
 
 
 def require_settings(request: Request, declared: Mapping[str, type]) -> None:
-    """Refuse a request that lacks one of the declared settings or has it with another type.
+    """Raise `Refused` for a request that lacks one of the declared settings or has it with another type.
 
     A setting declared as a number may be an int or a float, but neither a bool nor NaN.
     """
@@ -44,7 +44,10 @@ def require_settings(request: Request, declared: Mapping[str, type]) -> None:
 
 
 def require_tensor(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor that is missing, has another shape, is not floating-point or is not finite."""
+    """Raise `Refused` for a tensor that is missing, of another shape, not floating-point or not finite.
+
+    `name` is for the error.
+    """
     if tensor is None or not tensor.is_floating_point() or tuple(tensor.shape) != shape:
         raise Refused(f"{name} of the request is missing or has another shape than here", "request")
     if not is_finite(tensor):

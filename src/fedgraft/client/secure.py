@@ -105,7 +105,8 @@ def _client_at_stage(
     """Return this client's `SecureClient` as it stands at the beginning of a stage.
 
     At the stage "keys" it is made from the plan in the request, which is checked first; later it is resumed from the
-    memory entries under the prefix `slot`. A client without a key pair of its own gets one.
+    memory entries under the prefix `slot`. Where `memory` holds no identity key, the result has a new one, which the
+    caller stores: nothing is written here.
     """
     if "identity" in memory:
         identity = Identity.from_bytes(as_bytes(memory["identity"]))
@@ -138,7 +139,7 @@ def _with_cut_flag(ring: Ring, values: Mapping[str, Tensor], request: Request) -
 
     The flag is added only where the sum has a segment for it.
     """
-    cut_segments = ring.cut(values)
+    cut_segments = ring.cut_segments(values)
     if cut_segments:
         log.warning(
             "client %d, round %d: numbers of %s lie beyond what the secure sum holds and are cut; raise privacy.limit.",

@@ -197,7 +197,7 @@ def _train_active_coordinates(
 ) -> tuple[Tensor, Trained]:
     """Train only the coordinates marked in the request's bit mask `active`; return their update and the outcome."""
     active = unpack_bits(request.auxiliary["active"], context.space.trained)
-    context.release()
+    context.forget_binding()
     context.space.scatter(model_vector(request), context.network)
     bound = context.bind(context.space.restrict(active))
     start = bound.values.clone()

@@ -35,7 +35,7 @@ OPEN_RATE_FACTOR = 100.0
 
 
 def clear_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
-    """Return the actions whose responses a run of this config shows for each client, whatever its protection."""
+    """Return the actions whose responses the server sees client by client, also under secure aggregation."""
     actions = ["count"]
     if config.personal.evaluate != "never":
         actions.append("evaluate")
@@ -45,7 +45,7 @@ def clear_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
-    """Return every action that a run of this config requests; counts only where images are held out.
+    """Return every action that a run of this config requests of clients; "count" only where images are held out.
 
     A head that is computed from sums is scored by counts, also where the model is measured by secure sums later on.
     """
@@ -70,10 +70,10 @@ def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def policy_of_config(config: Config, algorithm: Algorithm) -> Policy:
-    """Return the policy of a run without an owner's.
+    """Return the policy that a run's config implies, without any rules of an owner of data.
 
-    A run with secure aggregation shows only what its config says it shows; under differential privacy clients answer
-    nothing that the accounting does not cover.
+    Under secure aggregation only `clear_actions` may be answered in the clear; under differential privacy clients
+    answer nothing that the accounting does not cover.
     """
     actions: tuple[str, ...] = ()
     if algorithm.privacy.answers_only_accounted:
@@ -87,9 +87,9 @@ def policy_of_config(config: Config, algorithm: Algorithm) -> Policy:
 
 
 def policies_of(config: Config, algorithm: Algorithm, owner: Policy | None = None) -> tuple[Policy, ...]:
-    """Return the policies of a run: the implied one, the config's own `policy` table, the owner's.
+    """Return the policies that a client checks requests against: the implied one, the config's `policy`, the owner's.
 
-    A config that breaks one of the latter two is refused.
+    `owner` is that of the client's data. Raises if the config breaks its own table, `Refused` if it breaks the owner's.
     """
     policies = [policy_of_config(config, algorithm)]
     if config.policy:
@@ -117,7 +117,7 @@ def policies_of(config: Config, algorithm: Algorithm, owner: Policy | None = Non
 
 
 def safe_policy(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:
-    """Return a policy that allows this config, the actions of `also` and, as far as rules can tell, nothing else."""
+    """Return a policy that allows this config and the actions of `also`, and as little else as rules can express."""
     rounds = config.rounds.total
     wanted = requested_actions(config, algorithm)
     sums = _number_of_sums(config, algorithm, wanted)
@@ -161,7 +161,7 @@ def _number_of_sums(config: Config, algorithm: Algorithm, wanted: Sequence[str])
 
 
 def _number_of_queries(config: Config, sums: int) -> int:
-    """Return how many requests besides training a run makes at most."""
+    """Return how many requests besides training a client gets at most; `sums` of them are for secure sums."""
     rounds = config.rounds.total
     interval = config.rounds.evaluate_every or max(1, rounds)
     queries = rounds // interval + sums + 8
@@ -171,7 +171,7 @@ def _number_of_queries(config: Config, sums: int) -> int:
 
 
 def _smallest_cohort(config: Config, algorithm: Algorithm) -> int:
-    """Return the fewest clients in a secure sum: two thirds of a cohort of fixed size."""
+    """Return the fewest clients in a secure sum: two thirds of a cohort of fixed size; 2 if its size is random."""
     if config.rounds.sampling != "fixed" or not algorithm.privacy.collects_sum:
         return 2
     return max(2, (2 * per_round(config) + 2) // 3)
@@ -214,7 +214,7 @@ def _account_rules(config: Config, algorithm: Algorithm) -> dict[str, Any]:
 
 
 def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
-    """Return the rules that a config breaks, each with its reason; empty: a node with this policy takes part."""
+    """Return a text "rule: reason" for each rule of the policy that a config breaks; empty: the node takes part."""
     violations = []
     try:
         policy.check_protection(algorithm)
@@ -231,7 +231,7 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
 
 
 def _broken_account(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
-    """Return the broken rules about the privacy accounting."""
+    """Return "rule: reason" for the policy's bounds of epsilon and delta that the whole run would exceed."""
     if not policy.epsilon and not policy.delta:
         return []
     account = budget(config, algorithm, config.rounds.total)
@@ -246,7 +246,7 @@ def _broken_account(policy: Policy, config: Config, algorithm: Algorithm) -> lis
 
 
 def _broken_limits(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
-    """Return the broken rules about rounds, steps, the learning rate and the clipping bound."""
+    """Return "rule: reason" for broken rules about rounds, steps, the learning rate and the clipping bound."""
     violations = []
     if config.rounds.total > (policy.rounds or math.inf):
         violations.append(f"rounds: it has {config.rounds.total} rounds")
@@ -264,7 +264,7 @@ def _broken_limits(policy: Policy, config: Config, algorithm: Algorithm) -> list
 
 
 def _refused_actions(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
-    """Return the rules by which the policy refuses actions that the config requests."""
+    """Return "rule: reason" for each action that the config requests and the policy refuses."""
     violations = []
     shown = clear_actions(config, algorithm)
     for action in requested_actions(config, algorithm):
@@ -280,7 +280,7 @@ def _refused_actions(policy: Policy, config: Config, algorithm: Algorithm) -> li
 
 
 def _broken_plan(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
-    """Return the broken rules about the config's secure sums."""
+    """Return "rule: reason" for broken rules about secure sums, checked on the plan of a full cohort."""
     cohort = max(2, per_round(config))
     options = algorithm.privacy.sum_options
     segments = (Segment("one", 1, 1.0),)

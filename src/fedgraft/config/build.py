@@ -34,16 +34,16 @@ from fedgraft.privacy.protection import DifferentialPrivacy, private, secure
 
 
 def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
-    """Return the pretrained backbone with a head for the classes of this data."""
+    """Return the pretrained backbone with a head for the classes of this data; reads weights from disk or the Hub."""
     source = source_for_data(config.model.name, dataset)
     classes = len(dataset.classes)
     return load_network(source, classes, config.data.image_size, config.model.dropout, config.seed)
 
 
 def source_for_data(source: Any, dataset: Dataset) -> Any:
-    """Return the source of a network for this data; precomputed features need the network `features` of their width.
+    """Return what `load_network` loads for this data: `source`, or "features:width=N" for features of width N.
 
-    `source` is a name, or an object with an attribute `source`.
+    `source` is a network's name, or an object with an attribute `source`. Raises if images and features are mixed up.
     """
     name = str(getattr(source, "source", source))
     takes_features = name.partition(":")[0] == "features"
@@ -65,7 +65,7 @@ def source_for_data(source: Any, dataset: Dataset) -> Any:
 
 
 def device_named(name: str) -> torch.device:
-    """Return the device of this name, if this machine has it."""
+    """Return the device of this name; raise if this machine cannot use it."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -81,7 +81,7 @@ def device_named(name: str) -> torch.device:
 
 
 def build_schedule(config: Config, lr: float) -> Schedule:
-    """Return the learning rate over rounds."""
+    """Return the learning rate over rounds, as the config's kind of schedule from the rate `lr`, with its warm-up."""
     schedule = SCHEDULES[config.schedule.kind](lr, **config.schedule.options)
     if not config.schedule.warmup:
         return schedule
@@ -89,7 +89,7 @@ def build_schedule(config: Config, lr: float) -> Schedule:
 
 
 def per_round(config: Config) -> int:
-    """Return m = max(1, floor(C·K)), the clients of one round."""
+    """Return m = max(1, floor(C·K)), the number of clients in one round."""
     return max(1, int(config.rounds.fraction * config.partition.clients + 1e-9))
 
 
@@ -120,7 +120,7 @@ def build_federation(config: Config, lr: float, **fields: Any) -> Federation:
 
 
 def build_algorithm(config: Config) -> Algorithm:
-    """Return the algorithm of the config: a name of the registry with its options and the slots that are set."""
+    """Return the algorithm that the config names, with every slot that the config sets, under its privacy strategy."""
     build = partial(
         ALGORITHMS.build,
         config.algorithm.name,
@@ -144,7 +144,7 @@ def build_algorithm(config: Config) -> Algorithm:
         algorithm = vary(algorithm, compression=codec(f"top_k:{config.compression.fraction!r}"))
     elif config.compression.codec != "values":
         algorithm = vary(algorithm, compression=codec(config.compression.codec))
-    return _protected(config, _with_robust_rule(config, algorithm))
+    return _with_privacy(config, _with_robust_rule(config, algorithm))
 
 
 def build_local(config: Config) -> LocalTraining:
@@ -162,7 +162,7 @@ def build_local(config: Config) -> LocalTraining:
 
 
 def _build_optimizer(config: Config) -> Optimizer:
-    """Return the local optimizer."""
+    """Return the optimizer of local training, adamw or sgdm, with its options."""
     local = config.local
     if local.optimizer == "adamw":
         return adamw(weight_decay=local.weight_decay)
@@ -186,7 +186,7 @@ def _trainable_of_config(config: Config, algorithm: Algorithm) -> Trainable | No
 
 
 def _refuse_idle_options(config: Config, brings_own: bool) -> None:
-    """Refuse options of a trainable where no kind is chosen that would use them.
+    """Raise if the config sets options of `trainable` without choosing the kind that would use them.
 
     `brings_own`: the algorithm has a trainable kind of its own.
     """
@@ -204,7 +204,10 @@ def _refuse_idle_options(config: Config, brings_own: bool) -> None:
 
 
 def build_trainable(config: Config, kind: str, fixed_head: bool) -> Trainable:
-    """Return the trainable of this kind with the options of the config; a fixed head is not trained unless set."""
+    """Return the trainable of this kind with the options of the config.
+
+    `fixed_head`: the algorithm keeps the head fixed, so it trains only if `trainable.head_too` says so.
+    """
     table = config.trainable
     options = dict(table.model_extra or {})
     if kind == "sparse":
@@ -220,7 +223,10 @@ def build_trainable(config: Config, kind: str, fixed_head: bool) -> Trainable:
 
 
 def _with_head_rate(config: Config, algorithm: Algorithm) -> Algorithm:
-    """Return the algorithm with `local.head_lr`: relative to the other rate, or as the only one."""
+    """Return the algorithm with the head's rate of `local.head_lr`.
+
+    It is stored as a factor of the body's rate; where only the head trains, it is the rate itself.
+    """
     head_lr = config.local.head_lr
     if head_lr is None:
         return algorithm
@@ -230,7 +236,7 @@ def _with_head_rate(config: Config, algorithm: Algorithm) -> Algorithm:
 
 
 def _with_robust_rule(config: Config, algorithm: Algorithm) -> Algorithm:
-    """Return the algorithm with the robust rule of the config."""
+    """Return the algorithm with the robust aggregation rule of the config; unchanged for the plain mean."""
     table = config.algorithm
     if table.robust == "mean" and not table.neighbours and table.clip_norm is None:
         return algorithm
@@ -251,8 +257,11 @@ def _with_robust_rule(config: Config, algorithm: Algorithm) -> Algorithm:
 # ---- privacy ------------------------------------------------------------------------------------------------------
 
 
-def _protected(config: Config, algorithm: Algorithm) -> Algorithm:
-    """Return the algorithm under the privacy strategy of the config."""
+def _with_privacy(config: Config, algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm with the config's secure aggregation and differential privacy, where it asks for them.
+
+    Without a noise multiplier, the one that the target epsilon needs is computed, which may take seconds.
+    """
     privacy = config.privacy
     if privacy.aggregation == "secure":
         algorithm = secure(algorithm, privacy.limit, privacy.threshold, privacy.degree)
@@ -283,7 +292,7 @@ def _protected(config: Config, algorithm: Algorithm) -> Algorithm:
 
 
 def private_delta(config: Config) -> float:
-    """Return the delta of the privacy accounting."""
+    """Return the delta of the privacy accounting: as set, else 1e-5, or a tenth of 1 / clients if that is less."""
     privacy = config.privacy.dp
     if privacy is not None and privacy.delta is not None:
         return privacy.delta
@@ -291,7 +300,7 @@ def private_delta(config: Config) -> float:
 
 
 def check_private(config: Config, algorithm: Algorithm) -> None:
-    """Refuse settings that the accounting of differential privacy would not cover."""
+    """Raise for settings that the accounting of differential privacy would not cover."""
     weighting = "uniform"
     if Capability.CLIENT_WEIGHTS in algorithm.weighting.requires:
         weighting = algorithm.weighting.name
@@ -355,7 +364,7 @@ def _check_mechanism(config: Config, algorithm: Algorithm) -> None:
 
 
 def budget(config: Config, algorithm: Algorithm, spent: int) -> Budget | None:
-    """Return the privacy budget after `spent` rounds; None without differential privacy.
+    """Return the privacy budget of which `spent` rounds have used their part; None without differential privacy.
 
     Without a target epsilon the rounds are accounted for, but the budget ends nothing.
     """

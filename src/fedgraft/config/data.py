@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from fedgraft.config.section import Section
+from fedgraft.config.section import NOT_IN_IDENTITY, Section
 
 
 class DataTable(Section):
@@ -46,6 +46,12 @@ class DataTable(Section):
     limit: int | None = Field(None, ge=1, description="use only so many training images, stratified")
     classes: int = Field(10, ge=2, description="synthetic only: number of classes")
     count: int = Field(2000, ge=10, description="synthetic only: number of training images")
+    store: Literal["resized", "none"] = Field(
+        "resized",
+        description="resized: images are decoded once and stored at the network's size; none: they are decoded "
+        "whenever they are used, and take no disk",
+        json_schema_extra=NOT_IN_IDENTITY,
+    )
     cache_features: bool = Field(
         True, description="cache the frozen backbone's outputs; equal within 1e-6, much faster"
     )

@@ -88,7 +88,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list[str]:
-    """Return every option of a table (default: of the config) by its full name; `prefix` begins the names."""
+    """Return the full names of the options of `section` (default: of the whole config); `prefix` begins the names."""
     keys: list[str] = []
     table = section or Config
     for name, field in table.model_fields.items():
@@ -103,7 +103,7 @@ def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list
 
 
 def annotation_of(key: str) -> Any:
-    """Return the type of an option; None if there is no such option."""
+    """Return the type annotation of the option `key` ("local.lr"); None if there is no such option."""
     section: type[BaseModel] | None = Config
     annotation: Any = None
     for part in key.strip().split("."):
@@ -115,17 +115,20 @@ def annotation_of(key: str) -> Any:
 
 
 def describe_options(common_only: bool = False) -> list[str]:
-    """Return a line for each option, with its key, default and meaning, under a heading for each table."""
-    return _described(Config, "", common_only)
+    """Return a line for each option, with its key, default and meaning, under a heading for each table.
+
+    With `common_only`, only the options in `COMMON`.
+    """
+    return _describe_section(Config, "", common_only)
 
 
-def _described(section: type[BaseModel], prefix: str, common_only: bool) -> list[str]:
-    """Return the lines of a table's options and of the tables inside it; `prefix` begins their keys."""
+def _describe_section(section: type[BaseModel], prefix: str, common_only: bool) -> list[str]:
+    """Return the lines of the options of `section` and of the tables inside it; `prefix` begins their keys."""
     lines: list[str] = []
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
         if inner is not None:
-            inside = _described(inner, f"{prefix}{name}.", common_only)
+            inside = _describe_section(inner, f"{prefix}{name}.", common_only)
             if inside:
                 lines += ["", f"[{prefix}{name}]  {(inner.__doc__ or '').strip().splitlines()[0]}", *inside]
         elif not common_only or prefix + name in COMMON:
@@ -138,7 +141,7 @@ def _described(section: type[BaseModel], prefix: str, common_only: bool) -> list
 
 
 def _line(key: str, default: Any, description: str, annotation: Any) -> str:
-    """Return the line of one option."""
+    """Return the line of one option: `key`, its default, its description, and the words that it takes."""
     shown_default = "none"
     if default is not None and default is not REQUIRED:
         shown_default = json.dumps(default, ensure_ascii=False)
@@ -147,7 +150,7 @@ def _line(key: str, default: Any, description: str, annotation: Any) -> str:
 
 
 def _options_by_name(section: type[ChoiceSection]) -> dict[str, dict[str, Declared]]:
-    """Return, for each option of the functions to choose from, the functions that have it and their declarations."""
+    """Return the options beside the word that chooses a function: option name -> function name -> declaration."""
     by_name: dict[str, dict[str, Declared]] = {}
     for function, options in section.functions().items():
         for option in options:

@@ -13,7 +13,7 @@ from fedgraft.data.sources.class_map import check_names, renamed
 
 
 def open_data(config: Config, check: bool = True) -> Dataset:
-    """Return the data of a config; with `check`, refuse class names that differ only by spelling."""
+    """Return the dataset of a config, its classes renamed; with `check`, refuse names that differ only by spelling."""
     table = config.data
     options: dict[str, Any] = dict(table.model_extra or {})
     if table.source == "synthetic":
@@ -24,11 +24,16 @@ def open_data(config: Config, check: bool = True) -> Dataset:
     dataset = renamed(load_dataset(table.source, table.path, **options), table.class_map)
     if check:
         check_names(dataset.classes)
+    if table.store == "none":
+        dataset = dataset.without_stored_pixels()
     return dataset
 
 
 def federate(config: Config) -> FederatedData:
-    """Load the data, hold out validation images once, and divide the rest among the clients."""
+    """Return the config's data with validation images held out and the rest divided among the clients.
+
+    Reads the data from disk; everything random follows from the config's seed.
+    """
     dataset = open_data(config)
     classes = len(dataset.classes)
     for group in config.partition.groups:

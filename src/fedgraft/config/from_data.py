@@ -15,19 +15,23 @@ _BY_OWNER = {"partition": {"kind": "by_site"}, "rounds": {"fraction": 1.0}}
 
 
 def config_for(data: str, base: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """Return the config of a run on this data; where it has owners they are the clients, and all take part."""
+    """Return the config of a run on the data at a path or of a source's name; opens the data.
+
+    `base` are options that the data may replace, `overrides` options that win over everything. Where the data has
+    owners and `overrides` set no clients, the owners are the clients and all take part in every round.
+    """
     table = merge(dict(base), {"data": source_of(data)})
     config = validate(merge(table, dict(overrides)))
     train = open_data(config).train
     images = min(len(train), config.data.limit or len(train))
-    table = merge(table, {"data": {"validation": held_out(images)}})
+    table = merge(table, {"data": {"validation": validation_share(images)}})
     sets_clients = {"kind", "clients"} & set(overrides.get("partition", {}))
     if train.sites is not None and not sets_clients:
         table = merge(table, _BY_OWNER)
     return validate(merge(table, dict(overrides)))
 
 
-def held_out(images: int) -> float:
+def validation_share(images: int) -> float:
     """Return the share of images to hold out for validation: a tenth; of few images up to a fifth, to have a hundred.
 
     The best round is chosen on them, and among twenty images one more or less is five points.
@@ -36,7 +40,7 @@ def held_out(images: int) -> float:
 
 
 def source_of(data: str) -> dict[str, str]:
-    """Return the `data` table for a known source, or for a file or folder by its contents."""
+    """Return the options `source` and `path` of the `data` table, for a source's name or a path; looks at its files."""
     path = Path(data).expanduser()
     if data in SOURCES and not path.exists():
         return {"source": data}

@@ -31,7 +31,10 @@ __all__ = [
 
 
 def load(path: Path | None = None, overrides: list[str] | None = None, base: dict[str, Any] | None = None) -> Config:
-    """Return the config of a TOML file (or of a preset's table) and `key=value` words, validated as a whole."""
+    """Return the validated config of three layers: the table `base`, the TOML file `path`, `key=value` words.
+
+    Of two layers with the same option the later one wins: `overrides` over the file, the file over `base`.
+    """
     table: dict[str, Any] = dict(base or {})
     if path is not None:
         table = merge(table, read_toml(path))
@@ -97,7 +100,7 @@ def _override_value(key: str, text: str) -> Any:
 
 
 def merge(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
-    """Return both tables joined key by key; the right one wins."""
+    """Return a new table with the keys of both, inner tables merged too; where both have a value, `right` wins."""
     merged = dict(left)
     for key, value in right.items():
         old = merged.get(key)
@@ -136,7 +139,7 @@ def _first_mistake(error: ValidationError) -> FedgraftError:
 
 
 def _unknown_option(key: str) -> FedgraftError:
-    """Return the error about an option that does not exist, with the nearest one that does."""
+    """Return the error about the unknown option `key`; its hint is the nearest known option."""
     names = known_keys()
     tables = {name.rpartition(".")[0] for name in names if "." in name}
     nearest = difflib.get_close_matches(key, [*names, *sorted(tables)], n=1, cutoff=0.5)
@@ -164,7 +167,7 @@ def changes(config: Config) -> list[str]:
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as one, with full names as keys."""
+    """Return nested tables as one, with full names ("local.lr") as keys; `prefix` begins them."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
@@ -175,7 +178,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def from_folder(folder: Path) -> Config:
-    """Return the config of an existing run."""
+    """Return the config of the run in `folder`; raise if there is none or this version cannot read it."""
     path = folder / "config.toml"
     if not path.is_file():
         raise FedgraftError(

@@ -232,11 +232,15 @@ class Config(Section):
 
     @property
     def _identity(self) -> bytes:
+        """The text that `digest` and `fingerprint` are digests of: options that can change the result, as JSON."""
         return json.dumps(_changed_options(self), sort_keys=True).encode()
 
 
 def _changed_options(section: BaseModel) -> dict[str, Any]:
-    """Return the options of a table that differ from their defaults, without those declared `NOT_IN_IDENTITY`."""
+    """Return the options of `section`, and of tables inside it, that differ from their defaults.
+
+    Those declared `NOT_IN_IDENTITY` are left out.
+    """
     changed: dict[str, Any] = {}
     dumped = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
@@ -251,7 +255,7 @@ def _changed_options(section: BaseModel) -> dict[str, Any]:
         elif value != field.default:
             changed[name] = dumped[name]
     if isinstance(section, ChoiceSection):
-        changed |= section.set_options()
+        changed |= section.changed_options()
     elif section.model_extra:
         changed |= section.model_extra
     return changed

@@ -21,7 +21,7 @@ def summaries() -> dict[str, str]:
 
 
 def text(name: str) -> str:
-    """Return a preset as TOML."""
+    """Return the TOML text of the preset `name`; an error suggests the nearest one."""
     path = HERE / f"{name}.toml"
     if path.is_file() and path.parent == HERE:
         return path.read_text()

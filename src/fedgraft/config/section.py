@@ -43,11 +43,12 @@ S = TypeVar("S", bound=DerivedSection)
 def declared_in(file: str, owner: str, without: tuple[str, ...] = ()) -> Callable[[type[S]], type[S]]:
     """Return a decorator that adds the options of a function or dataclass of the package to a table.
 
-    `without` names options that the table declares itself, or that no config may set.
+    `owner` is the name of that function or dataclass and `file` its file, as "local/train.py"; the file is parsed, not
+    imported. `without` names options that the table declares itself, or that no config may set.
     """
 
     def add_options(section: type[S]) -> type[S]:
-        """Return the table with the declared options as further fields."""
+        """Return a subclass of `section` that has the declared options as further fields."""
         fields: dict[str, Any] = {}
         for option in declared_options(file, owner):
             if option.name not in without:
@@ -123,7 +124,7 @@ class ChoiceSection(DerivedSection):
         return dict(self.__pydantic_extra__ or {})
 
     def option(self, name: str) -> Any:
-        """Return the value of an option of the chosen function: as set, or its default; None if it has none."""
+        """Return the value of the chosen function's option `name`: as set, or its default; None if it has no such."""
         if name in self.options:
             return self.options[name]
         declared = self._declared().get(name)
@@ -131,7 +132,7 @@ class ChoiceSection(DerivedSection):
             return None
         return declared.default
 
-    def set_options(self) -> dict[str, Any]:
+    def changed_options(self) -> dict[str, Any]:
         """Return those of `options` that differ from the function's defaults."""
         declared = self._declared()
         changed = {}
@@ -147,7 +148,7 @@ class ChoiceSection(DerivedSection):
 
 
 def _option_of_any(key: str, functions: Mapping[str, tuple[Declared, ...]]) -> Declared | None:
-    """Return the option of this name of the first function that has it."""
+    """Return the declaration of the option `key` in the first function that has it; None if none has."""
     for options in functions.values():
         for option in options:
             if option.name == key:

@@ -143,7 +143,10 @@ def algorithm_options() -> dict[str, tuple[Declared, ...]]:
 
 @cache
 def _table_options(file: str, table: str, without: frozenset[str] = frozenset()) -> dict[str, tuple[Declared, ...]]:
-    """Return the options of each function of a table by its name there."""
+    """Return the options of each function in the dict `table` of a source file, by its key there.
+
+    `file` is as "local/losses.py" and is parsed, not imported; options named in `without` are left out.
+    """
     options = {}
     for name, function in functions_in(file, table).items():
         options[name] = tuple(option for option in declared_options(file, function) if option.name not in without)

@@ -46,7 +46,7 @@ def bytes_of(text: str) -> float:
 
 
 def candidates(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the candidates, cheapest first: the `trainable` table of each by its label."""
+    """Return the candidates, cheapest first: the `trainable` table of each by its label; opens data and network."""
     dataset = open_data(config)
     depth = build_network(config, dataset).depth
     tables: dict[str, dict[str, Any]] = {"head": {"kind": "head"}}
@@ -291,7 +291,7 @@ def recommendation(advice: Advice) -> list[str]:
 
 
 def to_file(advice: Advice, path: Path, command: str) -> None:
-    """Write the recommended config as a TOML file, without options at their default."""
+    """Write the recommended config as a TOML file, without options at their default; `command` is its first comment."""
     import tomli_w
 
     table = advice.best.config.model_dump(mode="json", exclude_unset=True, exclude_none=True)

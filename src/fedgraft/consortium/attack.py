@@ -185,7 +185,8 @@ def attack_table(
     """Run every cell of the plan in this process and return the results; finished runs are read.
 
     A cell that cannot run has a note instead of numbers; if no cell can run, the reason of the first is raised. A run
-    that was killed before it was measured is deleted and repeated. `known` are folders of earlier runs.
+    that was killed before it was measured is deleted and repeated. Runs are in folders below `root`; `report` prints a
+    line, `known` are folders of earlier runs.
     """
     cells = plan.cells(root, known)
     for cell in cells.values():
@@ -268,7 +269,10 @@ def _complete(values: Sequence[float | None]) -> list[float]:
 
 
 def write_attack_table(results: Sequence[AttackResult], out: Path, note: str = "") -> list[Path]:
-    """Write the table as Markdown, as CSV (one line per run) and as HTML, and return the paths."""
+    """Write the table into the folder `out` as Markdown, CSV (one line per run) and HTML, and return the paths.
+
+    `note` is a paragraph above the table.
+    """
     out.mkdir(parents=True, exist_ok=True)
     tables = summary_rows(results)
     parts = ["# Attack table\n"]

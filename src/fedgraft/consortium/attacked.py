@@ -64,13 +64,12 @@ def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, sh
     setup, opened, state = made
     with one_thread():
         opened.context.load_model(state.vector)
-        write_text(folder / OUTCOME, json.dumps(outcome(setup, opened)) + "\n")
+        write_text(folder / OUTCOME, json.dumps(measure_attacked(setup, opened)) + "\n")
     shutil.rmtree(folder / "checkpoints")  # a table has a hundred runs, and nobody will resume or export one
 
 
-def outcome(setup: RunSetup, opened: OpenRun) -> dict[str, float | None]:
-    """Return test accuracy and success rate of the trigger for the model that is loaded in the network.
-
+def measure_attacked(setup: RunSetup, opened: OpenRun) -> dict[str, float | None]:
+    """Measure the model that is loaded in the network: return its test accuracy and the trigger's success rate.
     The success rate ("backdoor") is the share of marked test images of other classes that get the target class; None
     without pixels to mark.
     """
@@ -79,14 +78,14 @@ def outcome(setup: RunSetup, opened: OpenRun) -> dict[str, float | None]:
     assert tests is not None
     rows = torch.arange(len(tests))
     images = task.test_images
-    setup.ready(tests, rows)
+    setup.cache_features(tests, rows)
     numbers: dict[str, float | None] = {"accuracy": evaluate(task.network, tests, rows).accuracy, "backdoor": None}
     if isinstance(images, ImageExamples):
         target = Trigger().target
         others = (images.labels != target).nonzero().view(-1)[:_MARKED_IMAGES]
         marked = _marked(task, images, tests.entry)
         marked.labels = torch.full_like(images.labels, target)  # accuracy on them is the trigger's success rate
-        setup.ready(marked, others)
+        setup.cache_features(marked, others)
         numbers["backdoor"] = evaluate(task.network, marked, others).accuracy
     return numbers
 

@@ -106,7 +106,7 @@ def rate_plan(config: Config, rates: Sequence[float], rounds: int, central: bool
 def find_rate(plan: SearchPlan, root: Path, processes: int = 0, report: Report = print) -> Findings:
     """Run the sweep and return all probes; while the best rate is at an end of the list, one more rate is tried.
 
-    Runs are in folders below `root`; `processes` run at a time, 0: in this process.
+    Runs are in folders below `root`; `processes` run at a time, 0: in this process. `report` prints a line.
     """
     for extensions_left in range(WIDENED, -1, -1):
         trials = Search(plan, root, report).run(processes)

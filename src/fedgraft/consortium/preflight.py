@@ -196,7 +196,10 @@ def _versions() -> dict[str, str]:
 
 
 def shared_images(digests: Mapping[str, Sequence[bytes]]) -> dict[tuple[str, str], int]:
-    """Return how many images two sites have in common, by the pair of their names, without zeros."""
+    """Return how many images two sites have in common, by the pair of their names, without zeros.
+
+    `digests` are those of the images of each site.
+    """
     shared = {}
     for a, b in combinations(digests, 2):
         count = len(set(digests[a]) & set(digests[b]))
@@ -208,7 +211,10 @@ def shared_images(digests: Mapping[str, Sequence[bytes]]) -> dict[tuple[str, str
 def _inspect(
     store: ImageStore, rows: Iterable[int], window: Window, is_test: bool
 ) -> Iterator[ImageFacts | UnreadableImage]:
-    """Decode each image of these rows and yield its facts, or why it cannot be read."""
+    """Decode each image of these rows and yield its facts, or why it cannot be read.
+
+    `window` are the grey values of deep images that become black and white, `is_test` marks test images in the facts.
+    """
     for row in counted("inspecting images", rows, unit="images"):
         label = store.classes[int(store.labels[row])]
         source = _source(store, row)
@@ -316,7 +322,10 @@ def run_preflight(config: Config) -> tuple[list[dict[str, Any]], list[Finding]]:
 
 
 def write_preflight(folder: Path, sites: Sequence[SiteFacts], problems: Sequence[Finding]) -> Path:
-    """Write the page of a preflight (Markdown), its figure and the numbers (JSON); return the page's path."""
+    """Write the page of a preflight (Markdown), its figure and the numbers (JSON) to `folder`; return the page's path.
+
+    `sites` are the facts of each site, `problems` the findings about them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     record = {"sites": list(sites), "findings": [asdict(finding) for finding in problems]}
     write_text(folder / "preflight.json", json.dumps(record, indent=2) + "\n")
@@ -369,7 +378,7 @@ def _image_table(sites: Sequence[SiteFacts]) -> list[str]:
 
 
 def _count(facts: SiteFacts, name: str) -> str:
-    """Return the number of images of a class, or that it is below the minimum."""
+    """Return the number of images of the class `name` at a site as text, or that it is below the minimum."""
     count = facts["classes"].get(name, 0)
     if count is None:
         return f"fewer than {facts['minimum']}"

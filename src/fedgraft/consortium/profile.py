@@ -59,8 +59,7 @@ class Profile:
 
 
 def profile_run(folder: Path) -> Profile:
-    """Profile a finished run: time and traffic by phase from its record, time by layer measured now.
-
+    """Return the profile of a finished run: time and traffic by phase from its record, time by layer measured now.
     Writes profile.json and figures/profile.png into its folder and renews the report.
     """
     lines = RunFolder.open(folder).metrics()
@@ -82,7 +81,7 @@ def profile_run(folder: Path) -> Profile:
         sent[key] = sum(int(line.get(key, 0)) for line in lines)
     profile = Profile(phases, layers, sent, recorded.get("megabytes", {}), roofline)
     write_text(folder / "profile.json", json.dumps(asdict(profile), indent=2) + "\n")
-    draw(profile, folder / "figures" / "profile.png")
+    draw_profile(profile, folder / "figures" / "profile.png")
     write_report(folder, partition=run.setup.task.data.histogram(), classes=run.classes)
     return profile
 
@@ -104,6 +103,7 @@ def phase_rows(
         lines: the lines of metrics.jsonl.
         once: seconds of the phases outside the rounds.
         work: (floating-point operations, bytes) of each phase in one round.
+        roofline: the machine's peak rates, for the least time of each phase.
     """
     seconds: dict[str, list[float]] = {}
     for line in lines:
@@ -121,7 +121,10 @@ def phase_rows(
 
 
 def work_of(run: Adapted, layers: tuple[Row, ...]) -> dict[str, tuple[float, float]]:
-    """Return (floating-point operations, bytes) of one round by phase, extrapolated from one measured batch."""
+    """Return (floating-point operations, bytes) of one round by phase, extrapolated from one measured batch.
+
+    `layers` are the rows of `measure_layers`.
+    """
     local = run.setup.algorithm.local
     data = run.setup.task.data
     cohort = run.setup.federation.per_round
@@ -135,7 +138,7 @@ def work_of(run: Adapted, layers: tuple[Row, ...]) -> dict[str, tuple[float, flo
     return {
         "exchange": (both * scale * steps * cohort, 0.0),
         "aggregate": (0.0, vector_bytes),
-        "evaluate": (forward * len(run.setup.judging_rows) / measured_images, 0.0),
+        "evaluate": (forward * len(run.setup.evaluation_rows) / measured_images, 0.0),
     }
 
 
@@ -145,8 +148,7 @@ def _rows(run: Adapted) -> Tensor:
 
 
 def measure_layers(run: Adapted, roofline: Roofline) -> tuple[Row, ...]:
-    """Time each block that a client's images pass, forward and, if it has a gradient, backward.
-
+    """Time each block that a client's images pass, forward and, if it has a gradient, backward; return a row for each.
     The network is bound to the run's edit space and its gradients are cleared.
     """
     network = run.network
@@ -166,7 +168,7 @@ def measure_layers(run: Adapted, roofline: Roofline) -> tuple[Row, ...]:
 
 
 def _measure_layer(name: str, layer: Callable[[Tensor], Tensor], x: Tensor, roofline: Roofline) -> list[Row]:
-    """Return the rows of one layer: forward, and backward if its output has a gradient."""
+    """Time a layer, called `name`, on inputs `x` and return its rows: forward, and backward if it has a gradient."""
 
     def forward() -> Tensor:
         return layer(x)
@@ -202,7 +204,7 @@ def _layers(run: Adapted) -> list[tuple[str, int, Callable[[Tensor], Tensor]]]:
 
 
 def _flops(work: Callable[[], object]) -> float:
-    """Return the floating-point operations of a call."""
+    """Call `work` and return the floating-point operations that it took."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
@@ -210,7 +212,7 @@ def _flops(work: Callable[[], object]) -> float:
     return float(counter.get_total_flops())
 
 
-def draw(profile: Profile, path: Path) -> Path:
+def draw_profile(profile: Profile, path: Path) -> Path:
     """Write bar charts of milliseconds by layer to `path` and of seconds by phase beside it; return `path`.
 
     Each measured time stands beside the least time by the roofline.

@@ -32,7 +32,7 @@ class Roofline:
 
 
 def best_seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Return the shortest time of some calls after a warm-up call: other work on the machine only adds time."""
+    """Return the shortest time of `repeats` calls of `work`, after one to warm up: other work only adds time."""
     work()
     times = []
     for _ in range(repeats):
@@ -43,7 +43,7 @@ def best_seconds(work: Callable[[], object], repeats: int = 5) -> float:
 
 
 def measure_roofline(repeats: int = 5) -> Roofline:
-    """Time a matrix product and a memory copy on this machine and return both peak rates."""
+    """Time a matrix product and a memory copy on this machine, `repeats` times each, and return both peak rates."""
     a = torch.ones(SIDE, SIDE)
     b = torch.ones(SIDE, SIDE)
     out = torch.empty(SIDE, SIDE)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -17,7 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fedgraft.config.load import Config
+from fedgraft.config.load import Config, to_toml, validate
+from fedgraft.consortium.claims import Claims
 from fedgraft.consortium.search_space import Axis, Setting, grid_settings
 from fedgraft.consortium.search_tables import write_search_tables
 from fedgraft.consortium.sweep import (
@@ -28,14 +31,19 @@ from fedgraft.consortium.sweep import (
     folder_of,
     process_cells,
     raise_failures,
+    status_of,
     vary_config,
 )
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.core.files import read_metrics
 from fedgraft.core.rng import derive
+from fedgraft.core.store import write_text
 
 _REPEATS = 200  # known proposals in a row after which a search counts as exhausted
 _STARTUP = 6  # settings drawn at random before an Optuna search learns from them
+_POLL = 1.0  # seconds between two looks at runs of other processes
+PLAN_FILE = "sweep.json"
+"""The file of a grid's folder by which other machines join it."""
 _MEDIAN_TRIALS = 3  # finished settings that the median rule needs
 
 
@@ -160,7 +168,7 @@ class Trial:
         return " ".join(overrides) or "base config"
 
     def scores(self, split: str = "validation") -> list[float]:
-        """Return the accuracies by seed; none for a test set that was not evaluated."""
+        """Return the accuracies on `split` ("validation" or "test"), by seed; none where it was not evaluated."""
         accuracies = []
         for seed in self.runs:
             summary = self.summaries.get(seed)
@@ -180,8 +188,12 @@ class Search:
         self.root = root
         self.report = report
         self.study: Any = None
+        self.claims: Claims | None = None
+        """Divides the runs of a grid among processes that share the folder; Optuna's searches are of one process."""
         self.by_digest: dict[str, Trial] = {}
         self.by_label: dict[str, Trial] = {}
+        self.ended_here: set[str] = set()
+        """Labels of runs that are not started again: they ended in this process, or failed in another one."""
         self.estimate = Estimate(plan.settings * len(plan.seeds))
         if plan.kind == "grid":
             self._add_grid()
@@ -205,17 +217,55 @@ class Search:
     def run(self, processes: int = 2) -> list[Trial]:
         """Run everything that is not done yet and return all trials. Failures are raised at the end.
 
-        The tables in the folder are written after each run.
+        `processes` runs are made at a time, 0: one after another in this process. The tables in the folder are written
+        after each run.
         """
         if self.plan.kind != "grid" or self.plan.prune_after:
             self.study = self.plan.study(self.root)
         settled = self._recall()
         if self.estimate.done:
             self.report(f"{self.estimate.done} of {self.estimate.total} runs were finished before")
-        process_cells(self._cells(settled), self._ended, self._stops, processes)
+        if self.study is not None:
+            process_cells(self._cells(settled), self._ended, self._stops, processes)
+        else:
+            self._run_with_others(processes)
         write_search_tables(self.trials, self.root)
         raise_failures({trial.label: trial.failed for trial in self.trials if trial.failed})
         return self.trials
+
+    def _run_with_others(self, processes: int) -> None:
+        """Run the cells of a grid that no other process has claimed, until all of them have ended, whoever ran them."""
+        write_plan(self.plan, self.root)
+        with Claims(self.root).active() as self.claims:
+            waits = False
+            while True:
+                process_cells(self._cells([]), self._ended, self._stops, processes)
+                if not self._waiting_for_others():
+                    break
+                if not waits:
+                    self.report("waiting for runs that other processes have claimed")
+                    waits = True
+                time.sleep(_POLL)
+        self.claims = None
+
+    def _waiting_for_others(self) -> bool:
+        """Read the results of runs that others have ended, and return whether some are still under way."""
+        waiting = False
+        for trial in self.trials:
+            for seed, config in trial.runs.items():
+                if seed in trial.summaries or self._label(trial, seed) in self.ended_here:
+                    continue
+                folder = folder_of(config, self.root)
+                summary = finished_summary(folder)
+                if summary:
+                    trial.summaries[seed] = summary
+                    self.report(self.estimate.step(f"{self._label(trial, seed)}: run by another process"))
+                elif status_of(folder) == "failed":
+                    self.ended_here.add(self._label(trial, seed))
+                    trial.failed = f"failed in another process; see {folder / 'log.txt'}"
+                else:
+                    waiting = True
+        return waiting
 
     def _trial(self, setting: Setting) -> Trial:
         """Return the trial of a setting, with the results of finished runs in the folder.
@@ -275,14 +325,34 @@ class Search:
         for trial in trials:
             self._tell_optuna(trial)
             for seed, config in trial.runs.items():
-                cell = Cell(f"{trial.label} seed={seed}", config, folder_of(config, self.root), self.plan.central)
+                cell = Cell(self._label(trial, seed), config, folder_of(config, self.root), self.plan.central)
                 self.by_label[cell.label] = trial
-                if seed in trial.summaries:
+                if seed in trial.summaries or cell.label in self.ended_here:
+                    continue
+                if self.claims is not None and not self._claimed(self.claims, trial, cell):
                     continue
                 if not self._stops(cell):
                     yield cell
                 else:  # the rest of a stopped setting is left out
                     self.estimate.total -= 1
+                    self.ended_here.add(cell.label)
+                    if self.claims is not None:
+                        self.claims.give_back(cell.folder)
+
+    def _label(self, trial: Trial, seed: int) -> str:
+        """Return the label of one run of a trial."""
+        return f"{trial.label} seed={seed}"
+
+    def _claimed(self, claims: Claims, trial: Trial, cell: Cell) -> bool:
+        """Claim a cell; return False where another process has it, or has just finished it."""
+        if not claims.take(cell.folder):
+            return False
+        summary = finished_summary(cell.folder)
+        if summary:
+            claims.give_back(cell.folder)
+            trial.summaries[cell.config.seed] = summary
+            self.estimate.done += 1
+        return summary is None
 
     def _proposals(self, settled: list[Trial]) -> Iterator[Trial]:
         """Yield settings until there are enough: those of a grid or a killed sweep first, then Optuna's proposals.
@@ -313,6 +383,7 @@ class Search:
     def _ended(self, cell: Cell, last: str) -> None:
         """Record and report the end of a run, tell Optuna, and write the tables; `last` is its last line of output."""
         trial = self.by_label[cell.label]
+        self.ended_here.add(cell.label)
         summary = finished_summary(cell.folder)
         if summary:
             trial.summaries[cell.config.seed] = summary
@@ -322,6 +393,8 @@ class Search:
         else:
             trial.failed = last
             text = "failed"
+        if self.claims is not None:
+            self.claims.give_back(cell.folder)
         self._tell_optuna(trial)
         self.report(self.estimate.step(f"{cell.label}: {text}"))
         write_search_tables(self.trials, self.root)
@@ -378,6 +451,37 @@ class Search:
             value = fmean(trial.scores())
         self.study.tell(trial.optuna_trial, value, states[trial.status])
         trial.optuna_trial = None
+
+
+def write_plan(plan: SearchPlan, root: Path) -> None:
+    """Write the plan of a grid into its folder, for `joined_plan` on another machine."""
+    axes = [{"key": axis.key, "values": list(axis.values)} for axis in plan.axes]
+    table = {
+        "config": to_toml(plan.base),
+        "axes": axes,
+        "seeds": list(plan.seeds),
+        "stop_diverged": plan.stop_diverged,
+        "central": plan.central,
+    }
+    root.mkdir(parents=True, exist_ok=True)
+    write_text(root / PLAN_FILE, json.dumps(table, indent=1))
+
+
+def joined_plan(root: Path) -> SearchPlan:
+    """Return the plan of the grid that another process runs in this folder."""
+    try:
+        table = json.loads((root / PLAN_FILE).read_text())
+        base = validate(tomllib.loads(table["config"]))
+        axes = tuple(Axis(axis["key"], tuple(axis["values"])) for axis in table["axes"])
+        seeds = tuple(int(seed) for seed in table["seeds"])
+        return SearchPlan(base, axes, seeds, stop_diverged=table["stop_diverged"], central=table["central"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FedgraftError(
+            "E-CONSORTIUM-JOIN",
+            f"{root} holds no grid that can be joined ({error})",
+            "name the folder of a running `fedgraft sweep` without --search and --prune",
+            folder=str(root),
+        ) from None
 
 
 def best_so_far(folder: Path) -> dict[int, float]:

@@ -57,7 +57,7 @@ def _is_number(value: object) -> bool:
 
 
 def parse_axis(text: str) -> Axis:
-    """Parse `local.lr=0.01,0.1`, `partition.kind=iid,classes`, or a range such as `local.lr=log:0.001:0.1`."""
+    """Return the axis of a text: `local.lr=0.01,0.1`, `partition.kind=iid,classes`, or `local.lr=log:0.001:0.1`."""
     key, _, values_text = text.partition("=")
     if key not in known_keys():
         validate(parse_override(f"{key or text}=0"))  # raises an error that suggests the nearest option
@@ -83,7 +83,7 @@ def parse_axis(text: str) -> Axis:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Return one value, parsed as an override of the option would be."""
+    """Return one value of the option `key`, parsed as an override of it would be."""
     table: Any = parse_override(f"{key}={text}")
     for part in key.split("."):
         table = table[part]
@@ -91,7 +91,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 def _range(key: str, scale: str, ends: Sequence[str]) -> Axis:
-    """Return the axis of a range; refuse ends that are not two fitting numbers."""
+    """Return the axis of the option `key` over a range of this scale; raise unless `ends` are two fitting numbers."""
     numbers = []
     for end in ends:
         try:
@@ -122,7 +122,7 @@ def _bad_range(key: str, scale: str, ends: Sequence[str]) -> FedgraftError:
 
 
 def grid_settings(axes: Sequence[Axis]) -> list[Setting]:
-    """Return every combination of the values, the last axis fastest."""
+    """Return every combination of the axes' values, the last axis fastest; raise for an axis that is a range."""
     for axis in axes:
         if axis.scale:
             raise FedgraftError(

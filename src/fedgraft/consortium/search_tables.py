@@ -19,7 +19,7 @@ _RANK = {"finished": 0, "waiting": 1, "pruned": 2, "failed": 3}
 _RUN_COLUMNS = ("best_round", "bytes_up", "bytes_down", "seconds")
 
 
-def best(trials: Sequence[Trial]) -> Trial | None:
+def best_trial(trials: Sequence[Trial]) -> Trial | None:
     """Return the finished setting with the highest mean validation accuracy; the first of equals."""
     finished = [trial for trial in trials if trial.status == "finished"]
     return max(finished, key=lambda trial: fmean(trial.scores()), default=None)
@@ -33,9 +33,9 @@ def _rank(trial: Trial) -> tuple[int, float]:
     return _RANK[trial.status], -fmean(scores)
 
 
-def rows(trials: Sequence[Trial]) -> list[dict[str, str]]:
+def setting_rows(trials: Sequence[Trial]) -> list[dict[str, str]]:
     """Return one row per setting, the best first: mean ± standard deviation over seeds, bytes sent, status."""
-    winner = best(trials)
+    winner = best_trial(trials)
     table = []
     for trial in sorted(trials, key=_rank):
         row = {key: str(value) for key, value in trial.setting.items()}
@@ -64,7 +64,7 @@ def format_spread(scores: Sequence[float]) -> str:
 
 def write_search_tables(trials: Sequence[Trial], root: Path) -> None:
     """Write one table by setting in three forms (`table.md`, `table.tex`, `table.csv`), and `runs.csv` by run."""
-    table = rows(trials)
+    table = setting_rows(trials)
     header: list[str] = []
     if table:
         header = list(table[0])
@@ -74,7 +74,7 @@ def write_search_tables(trials: Sequence[Trial], root: Path) -> None:
         run_rows += _run_rows(trial)
     root.mkdir(parents=True, exist_ok=True)
     write_text(root / "table.md", statistics.markdown_table(header, cells) + "\n")
-    write_text(root / "table.tex", statistics.latex(header, cells))
+    write_text(root / "table.tex", statistics.latex_table(header, cells))
     write_text(root / "table.csv", as_csv(table))
     write_text(root / "runs.csv", as_csv(run_rows))
 

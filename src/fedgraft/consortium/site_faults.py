@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedgraft.data.sources.class_map import slips
+from fedgraft.data.sources.class_map import similar_names
 
 SiteFacts = Mapping[str, Any]
 """The facts of one site, as `preflight.site_facts` returns them."""
@@ -112,7 +112,7 @@ def _at_site(facts: SiteFacts, size: int | None) -> Iterator[Finding]:
 
 def _site_names(names: Sequence[str]) -> Iterator[Finding]:
     """Yield sites whose names differ by a slip: one owner that would count as two."""
-    for name, other, kind in slips(names):
+    for name, other, kind in similar_names(names):
         if kind != "class_similar":
             yield Finding("site_names", f"{name}, {other}", f"{name!r} and {other!r} look like one owner", True)
 
@@ -127,7 +127,7 @@ def _class_names(sites: Sequence[SiteFacts]) -> Iterator[Finding]:
         for name in facts["classes"]:
             sites_of.setdefault(name, []).append(facts["site"])
     unclear: set[str] = set()
-    for *pair, kind in slips(list(sites_of)):
+    for *pair, kind in similar_names(list(sites_of)):
         common, other = sorted(pair, key=lambda name: -len(sites_of[name]))  # suggest the name that more sites use
         at_one_site = set(sites_of[common]) & set(sites_of[other])
         stops = kind != "class_similar" or not at_one_site

@@ -62,8 +62,8 @@ class Cell:
     """Replaces `run`, in this process."""
 
 
-def carry_out(cell: Cell, progress: Progress) -> None:
-    """Run a cell in this process. No other function of a sweep starts a run here."""
+def run_cell(cell: Cell, progress: Progress) -> None:
+    """Run a cell in this process, with this display. No other function of a sweep starts a run here."""
     from fedgraft.runs.centralized import run_centralized
     from fedgraft.runs.loop import run
 
@@ -77,7 +77,7 @@ def carry_out(cell: Cell, progress: Progress) -> None:
 
 
 def cell_command(cell: Cell, file: Path) -> list[str]:
-    """Return the command line that runs a cell in another process."""
+    """Return the command line that runs a cell in another process; `file` holds its config."""
     action = "run"
     if cell.central:
         action = "centralized"
@@ -85,7 +85,10 @@ def cell_command(cell: Cell, file: Path) -> list[str]:
 
 
 def _start(cell: Cell) -> subprocess.Popen[bytes]:
-    """Start a cell in a process with a session of its own, so that Ctrl-C reaches it only through `process_cells`."""
+    """Start a cell in a process of its own and return the process; writes its config and output beside its folder.
+
+    It has a session of its own, so that Ctrl-C reaches it only through `process_cells`.
+    """
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     file = _beside(cell.folder, ".toml")
     write_text(file, to_toml(cell.config))
@@ -99,9 +102,9 @@ def _run_in_child(cell: Cell, stop: Event) -> str:
     A run that was killed from outside is started once more.
     """
     for _ in range(2):
-        while _status(cell.folder) == "running" and not stop.wait(_PAUSE):  # the process of an earlier sweep
+        while status_of(cell.folder) == "running" and not stop.wait(_PAUSE):  # the process of an earlier sweep
             pass
-        if stop.is_set() or _status(cell.folder) == "finished":
+        if stop.is_set() or status_of(cell.folder) == "finished":
             break
         process = _start(cell)
         while process.poll() is None:
@@ -111,7 +114,7 @@ def _run_in_child(cell: Cell, stop: Event) -> str:
                     process.wait(_GRACE)
                 process.kill()
                 process.wait()
-        if stop.is_set() or _status(cell.folder) not in {"interrupted", "running"}:
+        if stop.is_set() or status_of(cell.folder) not in {"interrupted", "running"}:
             break
     return last_output_line(cell.folder)
 
@@ -132,10 +135,10 @@ class _Stopper(Silent):
 
 
 def _run_here(cell: Cell, stops: Callable[[Cell], bool]) -> str:
-    """Run a cell in this process and return why it failed; empty if it did not."""
+    """Run a cell in this process, until `stops` says so after a round; return why it failed, "" if it did not."""
     stopper = _Stopper(lambda: stops(cell))
     try:
-        carry_out(cell, stopper)
+        run_cell(cell, stopper)
     except FedgraftError as error:
         return str(error)
     except KeyboardInterrupt:
@@ -175,7 +178,7 @@ def process_cells(
 def _run_in_children(
     cells: Iterator[Cell], ended: Callable[[Cell, str], None], stops: Callable[[Cell], bool], processes: int
 ) -> None:
-    """Keep `processes` cells running in child processes until there are no more."""
+    """Keep `processes` cells running in child processes until there are no more; arguments as in `process_cells`."""
     running: dict[Future[str], tuple[Cell, Event]] = {}
     with ThreadPoolExecutor(processes) as pool:  # its threads only wait for processes
         try:
@@ -222,7 +225,7 @@ def run_cells(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Run the cells and return the summaries of finished ones and the reasons of failed ones, by label.
 
-    Cells that are finished already are only read.
+    Cells that are finished already are only read. `processes` as in `process_cells`; `report` prints a line.
     """
     summaries: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
@@ -283,12 +286,12 @@ def _accuracy_text(summary: dict[str, Any]) -> str:
 
 def finished_summary(folder: Path) -> dict[str, Any] | None:
     """Return the summary of a finished run; None if it is not finished."""
-    if _status(folder) != "finished":
+    if status_of(folder) != "finished":
         return None
     return RunFolder.open(folder).summary()
 
 
-def _status(folder: Path) -> str:
+def status_of(folder: Path) -> str:
     """Return the status of a run; empty if the folder has none."""
     if not (folder / "run.json").exists():
         return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fedgraft.algorithms.algorithm import has_one_model
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, from_folder, merge, validate
 from fedgraft.core.capabilities import Capability
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted, phase
 from fedgraft.core.state import from_tensors
@@ -35,7 +36,7 @@ from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.head_init import install
 from fedgraft.runs.loop import is_finished, run
 from fedgraft.runs.open_run import open_run
-from fedgraft.runs.saving import saved_edit
+from fedgraft.runs.saving import client_stores, saved_edit
 from fedgraft.runs.setup import RunSetup, setup_of
 from fedgraft.runs.tracking import Progress
 
@@ -71,7 +72,7 @@ class Site:
         return UNKNOWN
 
 
-def comparisons(config: Config, passes: int = 1) -> dict[str, Config]:
+def comparison_configs(config: Config, passes: int = 1) -> dict[str, Config]:
     """Return the configs of the runs to compare with; the pooled one makes `passes` passes over the images.
 
     A site alone knows only its own counts. Without the data of left-out clients there is no pooled run.
@@ -132,7 +133,7 @@ def make_missing(
         )
     folders = {FEDERATED: folder, **provided}
     config = from_folder(folder)
-    for name, other in comparisons(config, passes_of(setup_of(config, for_training=False))).items():
+    for name, other in comparison_configs(config, passes_of(setup_of(config, for_training=False))).items():
         folders.setdefault(name, folder / "worth" / f"{name}-{other.digest}")
         if not is_finished(folders[name]):
             report(f"running {name} in {folders[name]}")
@@ -147,7 +148,7 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
     `rows` are the test rows of each client. The run's last checkpoint is loaded from its folder.
     """
     saved = checkpoint.load_latest(RunFolder.open(folder).checkpoints)
-    if saved is None or saved.meta.get("personal"):
+    if saved is None:
         raise FedgraftError(
             "E-CONSORTIUM-NO-MODELS",
             f"{folder} has no checkpoint whose models can be compared",
@@ -157,7 +158,13 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
     setup = setup_of(from_folder(folder), for_training=False)
     install(setup.task.network, saved.tensors["head"])
     opened = open_run(setup, None, saved_edit(saved.tensors))
-    state, memories = from_tensors(saved.round, saved.tensors, saved.meta)
+    state, held = from_tensors(saved.round, saved.tensors, saved.meta)
+    memories: Mapping[int, ClientMemory] = held
+    models_in_files, memories_in_files = client_stores(folder, saved)
+    if models_in_files is not None:
+        state = replace(state, personal=models_in_files)
+    if memories_in_files is not None:
+        memories = memories_in_files
     algorithm = setup.algorithm
     context = opened.context
     # With all images in one place, everybody gets the delivered model.
@@ -218,7 +225,10 @@ def compare_models(folders: Mapping[str, Path], metrics: Sequence[str], draws: i
 
 
 def write_worth(folder: Path, results: Mapping[str, Sequence[Site]], title: str) -> Path:
-    """Write Markdown, HTML, JSON and a figure for each metric to `folder`; return the path of the HTML page."""
+    """Write Markdown, HTML, JSON and a figure for each metric to `folder`; return the path of the HTML page.
+
+    `results` are the sites by metric, `title` is that of the page.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     any_site = next(iter(results.values()))[0]
     models = sorted(any_site.models, key=lambda model: _MODEL_ORDER.get(model, 2))
@@ -254,7 +264,7 @@ def write_worth(folder: Path, results: Mapping[str, Sequence[Site]], title: str)
 
 
 def _table_row(site: Site, models: Sequence[str]) -> dict[str, object]:
-    """Return one site's row of the page's table."""
+    """Return one site's row of the page's table, with a column for each of the models."""
     row: dict[str, object] = {
         "site": site.name,
         "": site.verdict,
@@ -267,7 +277,7 @@ def _table_row(site: Site, models: Sequence[str]) -> dict[str, object]:
 
 
 def _csv_row(site: Site, models: Sequence[str], metric: str) -> dict[str, Any]:
-    """Return one site's row of the CSV."""
+    """Return one site's row of the CSV, for this metric, with three columns for each of the models."""
     row: dict[str, Any] = {"metric": metric, "site": site.name, "images": site.images, "verdict": site.verdict}
     row |= _columns("gain", site.gain)
     for model in models:
@@ -308,7 +318,7 @@ def _draw(path: Path, sites: Sequence[Site], models: Sequence[str], metric: str)
     with figures.canvas(path, size=(10.5, 1.6 + 0.3 * len(sites) * (1 + len(models)))) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         for i, site in enumerate(sites):
-            for j, (model, (colour, _, marker)) in enumerate(zip(models, figures.looks(), strict=False)):
+            for j, (model, (colour, _, marker)) in enumerate(zip(models, figures.line_styles(), strict=False)):
                 y = i + 0.6 * ((j + 0.5) / len(models) - 0.5)
                 legend = model if i == 0 else None
                 draw_value(left, y, site.models[model], color=colour, fmt=marker, label=legend)
@@ -316,8 +326,8 @@ def _draw(path: Path, sites: Sequence[Site], models: Sequence[str], metric: str)
         right.axvline(0, color=figures.INK, linewidth=1)
         left.set_yticks(range(len(sites)), [figures.plain_text(site.name) for site in sites])
         left.set_ylim(len(sites) - 0.5, -0.5)
-        figures.dress(left, f"{label(metric)}{left_unit}", "", "Models at each site")
-        figures.dress(right, f"difference{right_unit}", "", "Federated minus alone")
+        figures.label_axes(left, f"{label(metric)}{left_unit}", "", "Models at each site")
+        figures.label_axes(right, f"difference{right_unit}", "", "Federated minus alone")
         figure.legend(loc="outside lower center", ncols=len(models))
     return path
 
@@ -340,7 +350,7 @@ def summary_line(sites: Sequence[Site], metric: str) -> str:
 
 
 def _metric_text(metric: Metric | None, sign: str = "") -> str:
-    """Return a number with its interval; the number of images has a column of its own."""
+    """Return a number with its interval as text; `sign` "+" writes the sign of positive numbers too."""
     if metric is None:
         return "–"
     scale = 1
@@ -357,7 +367,7 @@ def _metric_text(metric: Metric | None, sign: str = "") -> str:
 
 
 def _columns(name: str, metric: Metric | None) -> dict[str, Any]:
-    """Return a metric's value and interval as columns of a table."""
+    """Return a metric's value and interval as columns `name`, `name low` and `name high`; none for None."""
     if metric is None:
         return {}
     return {name: metric.value, f"{name} low": metric.low, f"{name} high": metric.high}

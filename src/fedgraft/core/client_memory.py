@@ -8,7 +8,7 @@ each number once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -28,7 +28,7 @@ SECURE = "secure/"
 class Remembering(Protocol):
     """An engine that knows what its clients remember, or which step of it they have."""
 
-    memory: dict[int, ClientMemory]
+    memory: MutableMapping[int, ClientMemory]
 
     def take_back(self, client: int, before: ClientMemory | None) -> None:
         """Give this client the memory back that it had before its last request; None: it had none."""
@@ -38,7 +38,7 @@ class Remembering(Protocol):
 class Memories:
     """The part of an engine that holds its clients' memories itself."""
 
-    memory: dict[int, ClientMemory]
+    memory: MutableMapping[int, ClientMemory]
 
     def take_back(self, client: int, before: ClientMemory | None) -> None:
         """Give this client the memory back that it had before its last request; None: it had none.

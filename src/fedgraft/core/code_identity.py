@@ -354,8 +354,10 @@ def _warn(kind: type) -> None:
 
 
 def _bytes_digest(tensor: Tensor) -> str:
+    """Return a digest of the tensor's bytes."""
     return _hash(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _hash(data: bytes) -> str:
+    """Return a digest of bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -88,7 +88,7 @@ def defines(file: str, owner: str) -> bool:
 
 
 def _definition(file: str, owner: str) -> ast.FunctionDef | ast.ClassDef | None:
-    """Return the function or class of this name in a file."""
+    """Return the syntax tree of the function or class `owner` in a file; None if it has none."""
     for node in _module(file).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == owner:
             return node
@@ -97,6 +97,7 @@ def _definition(file: str, owner: str) -> ast.FunctionDef | ast.ClassDef | None:
 
 @cache
 def _module(file: str) -> ast.Module:
+    """Return the syntax tree of a source file of the package; the file is read once."""
     return ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
 
 

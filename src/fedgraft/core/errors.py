@@ -36,7 +36,7 @@ class FedgraftError(Exception):
 
 
 def _restore(kind: type[FedgraftError], arguments: tuple[Any, ...], attributes: dict[str, Any]) -> FedgraftError:
-    """Return the error that `__reduce__` took apart."""
+    """Return the error of this class, arguments and attributes, which `__reduce__` took apart."""
     error = kind.__new__(kind, *arguments)
     error.args = arguments
     error.__dict__.update(attributes)

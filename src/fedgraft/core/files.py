@@ -150,7 +150,10 @@ def check_place(path: Path, option: str) -> None:
 
 
 def make_folder(path: Path, option: str) -> None:
-    """Create a folder with its parents; `option` is the option by which the user can choose another place."""
+    """Create a folder with its parents; raise if that is not possible.
+
+    `option` is the option by which the user can choose another place, for the hint.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -162,8 +165,8 @@ def make_folder(path: Path, option: str) -> None:
         ) from error
 
 
-def repair(path: Path) -> None:
-    """Remove an incomplete last line of a text file, in place, so that the next one does not continue it."""
+def drop_incomplete_line(path: Path) -> None:
+    """Cut an incomplete last line off a text file, in place, so that the next one does not continue it."""
     if not path.is_file():
         return
     data = path.read_bytes()

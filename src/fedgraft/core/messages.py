@@ -126,7 +126,7 @@ def _split(message: Request | Response) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def _add_group(tensors: dict[str, Tensor], field_name: str, group: Mapping[str, Tensor]) -> None:
-    """Add the tensors of one field under names of the form "field/key"."""
+    """Add the tensors of the message field `field_name` to `tensors`, in place, under names like "sums/control"."""
     for key, tensor in group.items():
         tensors[f"{field_name}/{key}"] = tensor
 
@@ -277,11 +277,13 @@ def _check_field(message: Request | Response, name: str, kind: type) -> None:
 
 
 def _check_values(values: Mapping[str, Any], allowed: Any, label: str) -> None:
+    """Raise `BadMessage` unless all values have an allowed type; `label` names that type in the error."""
     if not all(isinstance(value, allowed) for value in values.values()):
         raise BadMessage(f"message carries a {label} that is not one")
 
 
 def _check_payload(payload: Payload) -> None:
+    """Raise `BadMessage` unless codec and length of a payload have their types."""
     if type(payload.codec) is not str or type(payload.length) is not int or payload.length < 0:
         raise BadMessage("message carries a malformed payload")
 

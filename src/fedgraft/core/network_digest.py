@@ -34,19 +34,19 @@ def digest(network: Network, until: int | None = None, scope: str = "", code: bo
     return h.hexdigest()
 
 
-def sums(network: Network, until: int) -> list[tuple[int, bytes]]:
+def checksums(network: Network, until: int) -> list[tuple[int, bytes]]:
     """Return checksums of the tensors that determine the activations at entry `until`, faster than `digest`.
 
     For each tensor the sum of its words modulo 2^64, and its last bytes: for a process that checks repeatedly whether
     its own frozen weights are unchanged. It is no digest: exchanged words are not noticed.
     """
-    checksums = []
+    sums = []
     for _, tensor in _determining_tensors(network, until):
         data = _bytes(tensor)
         end = len(data) // 8 * 8  # of the whole words
         word_sum = int(data[:end].view(np.uint64).sum(dtype=np.uint64))
-        checksums.append((word_sum, data[end:].tobytes()))
-    return checksums
+        sums.append((word_sum, data[end:].tobytes()))
+    return sums
 
 
 def _determining_tensors(network: Network, until: int | None) -> Iterator[tuple[str, Tensor]]:

@@ -150,20 +150,20 @@ class Relay:
         old_done, old_more = self.news.get(key, (0, 0))
         self.news[key] = (old_done + done, old_more + more)
         if time.monotonic() - self.last > EVERY:
-            self.tell()
+            self.send_unsent()
 
-    def tell(self) -> None:
-        """Send the unsent units."""
+    def send_unsent(self) -> None:
+        """Send the unsent units to the parent, and begin a new interval."""
         news: News = []
         for (name, unit), (done, more) in self.news.items():
             news.append((name, unit, int(done), int(more)))
         self.send(news)
         self._reset(reported=True)
 
-    def between(self) -> None:
+    def finish_task(self) -> None:
         """Finish a task: send the rest if something was sent about it, otherwise drop it."""
         if self.reported and self.news:
-            self.tell()
+            self.send_unsent()
         self._reset(reported=False)
 
     def _reset(self, reported: bool) -> None:
@@ -240,7 +240,7 @@ def phase(name: str, total: int = 0, unit: str = "", minor: bool = False, growin
 
 
 def counted(name: str, items: Iterable[T], total: int = 0, unit: str = "") -> Iterator[T]:
-    """Yield the items, counted in a minor phase."""
+    """Yield the items, counted in a minor phase of this name; `total` default: their number, if they have a length."""
     if not total and isinstance(items, Sized):
         total = len(items)
     with phase(name, total, unit, minor=True) as item_phase:

@@ -36,7 +36,7 @@ def in_range(make: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(make)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        """Convert and check the arguments, then call the function."""
+        """Convert and check the arguments, then call the function and return its result."""
         bound = known.bind(*args, **kwargs)
         bound.arguments |= validated_numbers(make.__name__, make, bound.arguments)
         return make(*bound.args, **bound.kwargs)
@@ -67,7 +67,7 @@ def validated_numbers(label: str, owner: Any, values: Mapping[str, Any]) -> dict
 
 
 def number(label: str, hint: Any, value: Any) -> Any:
-    """Return the value converted to this annotation; raise an error if it is not allowed."""
+    """Return the value converted to the annotation `hint`; raise if it is not allowed. `label` names it in errors."""
     try:
         return adapter_of(hint).validate_python(value)
     except ValidationError as error:

@@ -29,7 +29,10 @@ class Registry(dict[str, Callable[..., Any]]):
         self.label = label
 
     def find(self, name: str) -> Callable[..., Any]:
-        """Return the function of this name, from fedgraft or from an installed plug-in."""
+        """Return the function of this name, from fedgraft or from an installed plug-in, which is imported if need be.
+
+        Raises for an unknown name and suggests the nearest one.
+        """
         if name not in self:
             load_plugins()
         if name not in self:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def derive(seed: int, purpose: str, *where: int | str) -> int:
-    """Return a 63-bit seed for one purpose at one place, for example (round, client)."""
+    """Return the 63-bit seed of the stream of one purpose; `where` is its place, for example (round, client)."""
     text = "\x1f".join([str(seed), purpose, *map(str, where)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 

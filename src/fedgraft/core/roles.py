@@ -68,8 +68,8 @@ def part(name: str) -> str:
     return "weight"
 
 
-def means(word: str, name: str) -> bool:
-    """Return whether a keyword of `WORDS` covers this parameter."""
+def covers(word: str, name: str) -> bool:
+    """Return whether a keyword of `WORDS` covers the parameter of this name."""
     if word == "blocks":
         return bool(_BLOCK.search(f".{name}"))
     if word == "bias":

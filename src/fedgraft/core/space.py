@@ -201,6 +201,7 @@ class Bound:
         return slice(first_begin, last_end)
 
     def _in_head(self, name: str) -> bool:
+        """Return whether the tensor of this name belongs to the head."""
         return self.network.block_of(name) > self.network.depth
 
     def training_mode(self) -> None:

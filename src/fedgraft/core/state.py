@@ -58,14 +58,14 @@ class Federation:
     @property
     def founders(self) -> list[int]:
         """The members present before the first round; the initial head, the mask and class counts come from them."""
-        return [k for k in self.members if self.there(k, 0)]
+        return [k for k in self.members if self.takes_part(k, 0)]
 
     @property
     def evaluated(self) -> list[int]:
         """The clients that evaluate models on their own images."""
         return sorted({*self.members, *self.evaluate_only})
 
-    def there(self, client: int, round: int) -> bool:
+    def takes_part(self, client: int, round: int) -> bool:
         """Return whether a client takes part in this round, counted from 1; 0 is before the first."""
         return self.joins.get(client, 0) <= round <= self.leaves.get(client, round)
 
@@ -135,7 +135,10 @@ def to_tensors(state: ServerState, memories: Memories) -> tuple[dict[str, Tensor
 def from_tensors(
     round: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
 ) -> tuple[ServerState, dict[int, dict[str, Tensor]]]:
-    """Return the state and the memories that `to_tensors` wrote; other names are ignored."""
+    """Return the state and the memories that `to_tensors` wrote; other names are ignored.
+
+    `round` is that of the state, `meta` has the plain numbers.
+    """
     rule: dict[str, Tensor] = {}
     personal: dict[int, Tensor] = {}
     contributions: dict[int, Tensor] = {}

@@ -2,8 +2,8 @@
 
 Law: the bytes of a stored activation depend only on the data, the prefix weights, the transform, the entry and the
 way torch computes (version, threads), never on which rows were requested, in what order, or by which process. Where a
-row's bits do not depend on its place in a batch and on the other rows, which `same_bits` tests once for each network
-and machine, exactly the rows that are needed are computed, gathered into batches of `BLOCK`. Elsewhere rows are
+row's bits do not depend on its place in a batch and on the other rows, which `stable_batch_sizes` tests once for each
+network and machine, exactly the rows that are needed are computed, gathered into batches of `BLOCK`. Elsewhere rows are
 computed in fixed blocks of `BLOCK` neighbours, along each client's rows. Against a forward pass over another batch of
 the same rows they agree within 1e-6 of the activations' scale; over a batch of `BLOCK`, bit for bit.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.network_digest import digest, sums
+from fedgraft.core.network_digest import checksums, digest
 from fedgraft.core.progress import EXTRACTION, phase
 from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
@@ -41,7 +41,7 @@ _FEW = 5  # rows of the test batch that is filled up with copies
 _SEPARATOR = "\x1f"
 
 
-def same_bits(network: Network, entry: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def stable_batch_sizes(network: Network, entry: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the batch sizes in which a row's activations have the same bits as in any batch of `BLOCK`; () if none.
 
     The test runs random inputs of this shape through the network up to `entry`. () means that the bits of a row depend
@@ -117,7 +117,7 @@ class CachedExamples:
         self.labels = examples.labels
         self.order = order
         prefix = digest(network, until)
-        self._sums = sums(network, until)
+        self._checksums = checksums(network, until)
         machine = [torch.__version__, str(torch.get_num_threads()), str(BLOCK), "class token by elements"]
         one_image = self._inputs(np.zeros(1, dtype=np.int64))
         self.sizes = self._batch_sizes(Path(folder), [prefix, str(until), key, *machine], tuple(one_image.shape[1:]))
@@ -135,7 +135,7 @@ class CachedExamples:
         self.cache = FeatureTable(Path(folder) / self.digest, self._views, len(examples), shape)
 
     def _batch_sizes(self, folder: Path, parts: list[str], shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the result of `same_bits` for this network on this machine, from a file or computed and stored now.
+        """Return the result of `stable_batch_sizes` for this network here, from a file, or test it and store it.
 
         `parts` identify the network and the way torch computes; `shape` is that of one input.
         """
@@ -144,7 +144,7 @@ class CachedExamples:
         path = folder / "rows" / f"{_hash(_SEPARATOR.join(parts).encode())}.json"
         with suppress(OSError, ValueError, TypeError):
             return tuple(int(size) for size in json.loads(path.read_text()))
-        sizes = same_bits(self.network, self.entry, shape)
+        sizes = stable_batch_sizes(self.network, self.entry, shape)
         write_cached(path, [json.dumps(sizes).encode()])
         return sizes
 
@@ -216,7 +216,7 @@ class CachedExamples:
         """
         if not len(places):
             return
-        if sums(self.network, self.entry) != self._sums:
+        if checksums(self.network, self.entry) != self._checksums:
             raise FedgraftError(
                 "E-DATA-CACHE-STALE",
                 f"the weights before entry {self.entry} have changed, so cached features are void",

@@ -8,24 +8,36 @@ is memory-mapped; a large one is read row by row, so that no process has all of 
 from __future__ import annotations
 
 import json
-import os
 import warnings
-from collections.abc import Iterator
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.store import locked
+from fedgraft.core.store import locked, write_at
+from fedgraft.data.cache_limit import make_room, note_use
+from fedgraft.data.row_files import MAPPED, consecutive_runs, read_rows
 
-MAPPED = 1 << 28
-"""Tables of up to this many bytes are memory-mapped; of larger ones only the requested rows come into memory."""
 CHECKED = 128
 """Rows that are checked at a time, which bounds memory."""
+
+
+@dataclass(frozen=True)
+class _TableFiles:
+    """The open files of a table."""
+
+    values: BinaryIO
+    marks: np.memmap
+    """The mark of each place, uint64."""
+    mapped: np.memmap | None
+    """The values as an array, float32, of a small table; None: they are read from the file."""
+    checked: np.ndarray
+    """Which places this process has compared with their marks, bool."""
 
 
 class FeatureTable:
@@ -36,25 +48,32 @@ class FeatureTable:
     """
 
     def __init__(self, folder: Path, views: int, count: int, shape: tuple[int, ...]) -> None:
-        """Open the table in this folder; create it if there is none, or if it is damaged."""
+        """Describe the table in this folder; it is opened, or created if there is none, when it is first used."""
         self.folder = folder
         self.count = count
         self.shape = shape
         self.views = views
         self._row_bytes = 4 * int(np.prod(shape))
-        folder.mkdir(parents=True, exist_ok=True)
-        meta = json.dumps({"views": views, "count": count, "shape": list(shape), "marks": "rows"})
-        sizes = {"features.bin": self._row_bytes * views * count, "marks.bin": 8 * views * count}
+
+    @cached_property
+    def _files(self) -> _TableFiles:
+        """The open files of the table; a new table is created where there is none, or where it is damaged."""
+        rows = self.views * self.count
+        self.folder.mkdir(parents=True, exist_ok=True)
+        meta = json.dumps({"views": self.views, "count": self.count, "shape": list(self.shape), "marks": "rows"})
+        sizes = {"features.bin": self._row_bytes * rows, "marks.bin": 8 * rows}
         with locked(self.folder / "lock"):
             if not self._is_intact(meta, sizes):
+                make_room(sum(sizes.values()), required=False)  # rows that nobody needs take no space
                 self._create(meta, sizes)
+            note_use(self.folder)
             # Written through the file, never through a map: a full disk is then an error and not a dead process.
-            self._file = (folder / "features.bin").open("r+b", buffering=0)
-            self._marks = np.memmap(folder / "marks.bin", np.uint64, "r+", shape=(views * count,))
-            self._data = None
+            file = (self.folder / "features.bin").open("r+b", buffering=0)
+            marks = np.memmap(self.folder / "marks.bin", np.uint64, "r+", shape=(rows,))
+            mapped = None
             if sizes["features.bin"] <= MAPPED:
-                self._data = np.memmap(self._file, np.float32, "r", shape=(views * count, *shape))
-        self._checked = np.zeros(views * count, dtype=bool)
+                mapped = np.memmap(file, np.float32, "r", shape=(rows, *self.shape))
+        return _TableFiles(file, marks, mapped, np.zeros(rows, dtype=bool))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a worker process that is no fork open the same files."""
@@ -76,7 +95,10 @@ class FeatureTable:
         return intact
 
     def _create(self, meta: str, sizes: dict[str, int]) -> None:
-        """Write the files of an empty table: the marks first, so that no old mark vouches for new bytes."""
+        """Write the files of an empty table in place of any old ones; arguments as in `_is_intact`.
+
+        The marks come first, so that no old mark vouches for new bytes.
+        """
         for name in ("marks.bin", "features.bin"):
             # A new file instead of a truncated one: a process that still maps the old one keeps its own.
             (self.folder / name).unlink(missing_ok=True)
@@ -90,14 +112,14 @@ class FeatureTable:
         Stored rows are compared with their marks the first time they are asked for.
         """
         places = views * self.count + rows
-        unchecked = np.unique(places[~self._checked[places]])
+        unchecked = np.unique(places[~self._files.checked[places]])
         for part in np.split(unchecked, range(CHECKED, len(unchecked), CHECKED)):
-            self._checked[part] = self._verify(part)
-        return unchecked[~self._checked[unchecked]]
+            self._files.checked[part] = self._verify(part)
+        return unchecked[~self._files.checked[unchecked]]
 
     def _verify(self, places: np.ndarray) -> np.ndarray:
         """Return which of these places are stored and match their marks, bool; warn if some do not match."""
-        marks = self._marks[places]
+        marks = self._files.marks[places]
         stored = marks != 0
         intact = stored.copy()
         if stored.any():
@@ -114,11 +136,13 @@ class FeatureTable:
         Takes the lock file.
         """
         values = np.ascontiguousarray(values, dtype=np.float32)
+        files = self._files  # opened before the lock is taken: opening takes it too
         with locked(self.folder / "lock"):
-            self._marks[places] = 0
+            files.marks[places] = 0
             try:
-                for start, stop in _runs(places):
-                    self._write_at(values[start:stop].data.cast("B"), int(places[start]) * self._row_bytes)
+                for start, stop in consecutive_runs(places):
+                    data = values[start:stop].data.cast("B")
+                    write_at(files.values.fileno(), data, int(places[start]) * self._row_bytes)
             except OSError as error:
                 raise FedgraftError(
                     "E-DATA-FEATURES-WRITE",
@@ -126,15 +150,8 @@ class FeatureTable:
                     "free some space",
                     path=str(self.folder),
                 ) from error
-            self._marks[places] = _checksums(values)
-        self._checked[places] = True
-
-    def _write_at(self, data: memoryview, offset: int) -> None:
-        """Write all bytes at this offset; forks share the file's position, so it is never used."""
-        while data:
-            written = os.pwrite(self._file.fileno(), data, offset)
-            data = data[written:]
-            offset += written
+            files.marks[places] = _checksums(values)
+        files.checked[places] = True
 
     def read(self, views: np.ndarray, rows: np.ndarray) -> Tensor:
         """Return the stored activations of these (view, row) pairs, (B, *shape), copied."""
@@ -142,22 +159,11 @@ class FeatureTable:
 
     def _load(self, places: np.ndarray) -> np.ndarray:
         """Return the values at these places as they are in the file, whether they are valid or not."""
-        if self._data is not None:
-            return self._data[places]
+        if self._files.mapped is not None:
+            return self._files.mapped[places]
         values = np.empty((len(places), *self.shape), dtype=np.float32)
-        for start, stop in _runs(places):
-            buffer = values[start:stop].data.cast("B")
-            os.preadv(self._file.fileno(), [buffer], int(places[start]) * self._row_bytes)
+        read_rows(self._files.values.fileno(), places, values)
         return values
-
-
-def _runs(places: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield begin and end, as indices into `places`, of each run of consecutive places."""
-    if not len(places):
-        return
-    cuts = np.flatnonzero(np.diff(places) != 1) + 1
-    bounds = [0, *cuts.tolist(), len(places)]
-    yield from pairwise(bounds)
 
 
 def _checksums(values: np.ndarray) -> np.ndarray:

@@ -39,10 +39,7 @@ class Labelled:
         return self.columns.get("group")
 
     def named(self, classes: Sequence[str]) -> Self:
-        """Return the same rows with labels that are positions in `classes`.
-
-        A class that is not among them is refused.
-        """
+        """Return the same rows with labels renumbered as positions in `classes`; raise if it lacks one of them."""
         places = []
         for name in self.classes:
             if name not in classes:
@@ -132,7 +129,7 @@ def numbered_parts(
 
 
 def check_range(labels: np.ndarray, classes: Sequence[str]) -> None:
-    """Refuse labels that are not the number of a class."""
+    """Raise for labels that are not the number of one of these classes."""
     if len(labels) and not (labels.min() >= 0 and labels.max() < len(classes)):
         raise FedgraftError(
             "E-DATA-LABEL-RANGE",

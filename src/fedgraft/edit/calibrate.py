@@ -35,7 +35,7 @@ class CalibrationMode:
     soft: float = 1.0
 
     def remaining(self, round: int, total: int, density: float) -> int:
-        """Return how many of `total` coordinates remain after this round (counted from 1)."""
+        """Return how many of `total` coordinates remain after this round (counted from 1); `density` after the last."""
         progress = round / self.rounds
         if self.schedule == "exponential":
             share = density**progress
@@ -200,8 +200,9 @@ def _shrink(
 ) -> tuple[Mapping[str, Tensor], Mask, tuple[int, ...]]:
     """Return the first round's scores, the last mask and the coordinates left after each progressive round.
 
-    `weights` are the live tensors that are scaled between rounds, `rule` are options of `choose`. Each round chooses
-    among the remaining coordinates only, so an excluded one cannot return.
+    `scores(round)` returns the scores of a round, `density` is the share of the coordinates that remains in the end,
+    `mode` says in how many rounds. `weights` are the live tensors that are scaled between rounds, `rule` are options of
+    `choose`. Each round chooses among the remaining coordinates only, so an excluded one cannot return.
     """
     if weights is None and mode.soft != 1 and mode.rounds > 1:
         raise FedgraftError(
@@ -239,7 +240,7 @@ def energy_share(scores: Mapping[str, Tensor], mask: Mask) -> float:
 
 
 def negligible_counts(scores: Mapping[str, Tensor], mask: Mask) -> dict[str, int]:
-    """Return how many chosen coordinates have a score that is only rounding, for each tensor that has some."""
+    """Return how many coordinates in `mask` have a score that is only rounding, by tensor, for those that have some."""
     limit = NEGLIGIBLE * _score_sum(scores) / max(1, mask.total)
     counts = {}
     for name, chosen in mask.items():
@@ -250,9 +251,9 @@ def negligible_counts(scores: Mapping[str, Tensor], mask: Mask) -> dict[str, int
 
 
 def merge_masks(masks: Sequence[Mask], how: str, density: float | None = None) -> Mask:
-    """Return one mask from the clients' masks: `union`, `intersection`, or `vote`.
+    """Return one mask from the clients' masks; `how` is "union", "intersection" or "vote".
 
-    `vote` takes the round(density * total) coordinates with the most votes and breaks ties by a fixed hash.
+    A vote takes the round(density * total) coordinates with the most votes and breaks ties by a fixed hash.
     """
     if how == "union":
         return union(masks)

@@ -42,7 +42,10 @@ def magnitude_scores(weights: Mapping[str, Tensor], seed: int = 0) -> dict[str, 
 
 
 def random_scores(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return uniform random scores; each tensor has its own stream, so the order of tensors does not matter."""
+    """Return uniform random scores in the shapes of `weights`, by name.
+
+    Each tensor has its own stream, so the order of tensors does not matter.
+    """
     scores = {}
     for name, tensor in weights.items():
         generator = torch_stream(seed, "mask", name)

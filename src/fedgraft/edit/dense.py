@@ -59,7 +59,7 @@ class Dense:
     def open(
         self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None
     ) -> TrainableSetup:
-        """Return the space of the selected tensors; no client is asked."""
+        """Return the space of the selected tensors; `ask` and `saved` are not used, as it follows from the kind."""
         self.check(network)
 
         def included(name: str) -> bool:
@@ -73,18 +73,18 @@ class Dense:
 
 @in_range
 def everything(freeze_blocks: Number = 0) -> Dense:
-    """Train all weights except the first `freeze_blocks` blocks and the layers before them."""
+    """Return the kind that trains all weights except the first `freeze_blocks` blocks and the layers before them."""
     return Dense("everything", lambda network, name: True, True, True, freeze_blocks, rates=DEEP)
 
 
 def head() -> Dense:
-    """Train the linear head; the features of the frozen backbone are computed once."""
+    """Return the kind that trains the linear head; the features of the frozen backbone are computed once."""
     return Dense("head", is_head, True, False, rates=Rates(HEAD, 0.001))
 
 
 @in_range
 def body(freeze_blocks: Number = 0) -> Dense:
-    """Train everything except the head."""
+    """Return the kind that trains everything except the head."""
     return Dense("body", lambda network, name: not is_head(network, name), False, True, freeze_blocks, rates=DEEP)
 
 

@@ -62,7 +62,10 @@ def dumps(edit: Edit, half: bool = False) -> bytes:
 
 
 def loads(data: bytes, where: str = "the edit") -> Edit:
-    """Return the edit in untrusted bytes; raise an error if they are damaged, malformed or inconsistent."""
+    """Return the edit in untrusted bytes; raise an error if they are damaged, malformed or inconsistent.
+
+    `where` names the file in the error.
+    """
     begin, end = _seal_at(data, where)
     if _seal(data[:begin] + _BLANK.encode() + data[end:]) != data[begin:end].decode():
         raise FedgraftError(
@@ -79,7 +82,7 @@ def loads(data: bytes, where: str = "the edit") -> Edit:
 
 
 def save_edit(edit: Edit, path: Path, half: bool = False) -> int:
-    """Write the edit to a file atomically and return the number of bytes."""
+    """Write the edit to a file atomically and return the number of bytes; `half` stores float16 values."""
     data = dumps(edit, half)
     write_bytes(path, data)
     return len(data)
@@ -99,7 +102,7 @@ def load_edit(path: Path) -> Edit:
 
 
 def _seal_at(data: bytes, where: str = "the edit") -> tuple[int, int]:
-    """Return begin and end of the digest in the file."""
+    """Return begin and end of the digest in the bytes of a file; raise if there is none. `where` is for the error."""
     match = _SEAL.search(data)
     if match is None:
         raise FedgraftError(
@@ -135,7 +138,7 @@ def _describe(part: Part) -> list[Any]:
 
 
 def _bits(part: Part) -> Tensor:
-    """Return one bit per element, eight to a byte, lowest first."""
+    """Return the selected positions of a part as one bit per element, eight to a byte, lowest first."""
     mask = torch.zeros(part.numel, dtype=torch.bool)
     mask[part.index] = True
     return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
@@ -265,7 +268,7 @@ def block_name(name: str) -> str:
 
 
 def _change(members: Sequence[tuple[Part, Tensor]]) -> BlockChange:
-    """Return the change of these parts together."""
+    """Return how much these (part, values) together change: coordinates selected and in all, and the norm."""
     selected = 0
     total = 0
     squares = 0.0

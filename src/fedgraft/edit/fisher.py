@@ -173,7 +173,8 @@ def batch_gradient(
     """Return the squared gradient of each batch's mean loss, weighted by the batch size B; times B if `scale`.
 
     It approximates the per-sample scores: with true labels it ranks by the mean gradient as B grows. With sampled
-    or Rademacher labels and `scale` its expectation is the Fisher diagonal, at a higher variance.
+    or Rademacher labels and `scale` its expectation is the Fisher diagonal, at a higher variance. The other arguments
+    are those of `estimate_fisher`.
     """
 
     def power(gradient: Tensor, size: int) -> Tensor:

@@ -42,7 +42,10 @@ def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _linear(module: nn.Linear, x: Tensor, delta: Tensor, sums: SquareSums) -> None:
-    """Add the squared per-sample gradients of a linear layer to `sums`, in place: g_n = δ_n' x_n over tokens."""
+    """Add the squared per-sample gradients of a linear layer to `sums`, in place: g_n = δ_n' x_n over tokens.
+
+    `x` is the layer's input, `delta` the gradient of its output.
+    """
     x = x.reshape(len(x), -1, x.shape[-1])  # (B, T, in)
     delta = delta.reshape(len(delta), -1, delta.shape[-1])  # (B, T, out)
     if "bias" in sums:
@@ -76,7 +79,10 @@ def _conv2d(module: nn.Conv2d, x: Tensor, delta: Tensor, sums: SquareSums) -> No
 
 
 def _layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, sums: SquareSums) -> None:
-    """Add the squared per-sample gradients of a layer norm's scale and shift to `sums`, in place."""
+    """Add the squared per-sample gradients of a layer norm's scale and shift to `sums`, in place.
+
+    `x` is the layer's input, `delta` the gradient of its output.
+    """
     shape = module.normalized_shape
     parts = {"bias": delta}
     if "weight" in sums:
@@ -86,7 +92,10 @@ def _layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, sums: SquareSums
 
 
 def _channel_norm(normalised: Tensor, delta: Tensor, sums: SquareSums) -> None:
-    """Add the squares of a scale and a shift per channel, for normalised inputs (B, C, ...)."""
+    """Add the squared per-sample gradients of a scale and a shift per channel to `sums`, in place.
+
+    `normalised` are the inputs (B, C, ...) after normalisation, `delta` the gradient of the output.
+    """
     parts = {"bias": delta, "weight": delta * normalised}
     for key, total in sums.items():
         total.add_(parts[key].reshape(*delta.shape[:2], -1).sum(2).square_().sum(0))

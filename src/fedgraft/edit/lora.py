@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
-from fedgraft.core.roles import means
+from fedgraft.core.roles import covers
 
 A_SUFFIX = ".lora_A.default.weight"
 B_SUFFIX = ".lora_B.default.weight"
@@ -110,7 +110,10 @@ def initial_a(shape: tuple[int, ...], seed: int, *where: int | str) -> Tensor:
 
 
 def target_layers(network: Network, targets: Sequence[str], first_block: int = 0) -> list[str]:
-    """Return the names of the backbone's linear layers that match the targets; each target must match a layer."""
+    """Return the names of the backbone's linear layers from `first_block` on that match the targets.
+
+    Raises if a target matches no layer.
+    """
     linear = []
     for name, module in cast(nn.Module, network).named_modules():
         if not isinstance(module, nn.Linear) or not name.startswith("backbone."):
@@ -130,7 +133,7 @@ def target_layers(network: Network, targets: Sequence[str], first_block: int = 0
 
 
 def _no_such_target(target: str, linear: Sequence[str], first_block: int) -> FedgraftError:
-    """Return the error for a target that matches no layer; it lists the targets that would match one."""
+    """Return the error for a target that matches none of the `linear` layers; it lists targets that would match one."""
     where = "the backbone"
     if first_block:
         where = f"the backbone from block {first_block} on"
@@ -157,7 +160,7 @@ def _no_such_target(target: str, linear: Sequence[str], first_block: int) -> Fed
 def _matches(name: str, target: str) -> bool:
     """Return whether a target (keyword, last part of a name, or glob) matches the name of a layer."""
     if target in KEYWORDS:
-        return means(target, f"{name}.weight")
+        return covers(target, f"{name}.weight")
     return name.rpartition(".")[2] == target or fnmatchcase(name, target)
 
 

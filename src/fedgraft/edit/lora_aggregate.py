@@ -90,7 +90,7 @@ class LoraLayout:
         return update[self.active(round)]
 
     def received(self, sent: Tensor, round: int) -> Tensor:
-        """Return the update over all trained coordinates, zero outside the active part that was `sent`."""
+        """Return the update over all trained coordinates, zero outside the part active in `round`, which was `sent`."""
         active = self.active(round)
         expected = active.stop - active.start
         if sent.shape != (expected,):
@@ -125,7 +125,10 @@ class LoraLayout:
 
 
 def lora_layout(network: Network, mode: LoraAggregation, dense: Iterable[str] = ()) -> LoraLayout:
-    """Return the edit space of an adapted network under one of these rules, with the position of its factors."""
+    """Return the edit space of an adapted network under the rule `mode`, with the position of its factors.
+
+    `dense` names further tensors that are trained as a whole.
+    """
     modes = get_args(LoraAggregation)
     if mode not in modes:
         raise FedgraftError(

@@ -45,8 +45,8 @@ def directions(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def gradient_directions(network: Network, names: list[str], ask: Ask, rank: int, images: int) -> dict[str, Tensor]:
     """Return the top directions of the clients' summed gradient in each named layer, as "left/..." and "right/...".
 
-    `ask` sends the requests to the clients, `images` is the number of images of the gradient over all clients. Only
-    sums are needed, so they can be computed by secure aggregation.
+    `ask` sends the requests to the clients, `images` is the number of images of the gradient over all clients, `rank`
+    the number of directions. Only sums are needed, so they can be computed by secure aggregation.
     """
     all_parameters = select(network, lambda name: True, buffers=False)
     weight_names = {f"{name}.weight" for name in names}
@@ -70,7 +70,7 @@ def gradient_directions(network: Network, names: list[str], ask: Ask, rank: int,
 
 
 def weight_directions(network: Network, names: list[str], rank: int) -> dict[str, Tensor]:
-    """Return the top directions of each named layer's own weights, as "left/..." and "right/..."."""
+    """Return the top `rank` directions of each named layer's own weights, as "left/..." and "right/..."."""
     tensors = dict(network.named_parameters())
     factors: dict[str, Tensor] = {}
     for name in names:

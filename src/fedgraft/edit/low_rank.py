@@ -214,7 +214,7 @@ class LowRank:
         return [min(rank, self.rank) for rank in affordable_units(self.budgets, dense, per_rank)]
 
     def _aggregator(self, layout: LoraLayout) -> Aggregator:
-        """Return the aggregator that multiplies each client's factors."""
+        """Return the aggregator that multiplies each client's factors, which lie in the vector as `layout` says."""
 
         def update(answers: Answers, weights: Tensor) -> Tensor:
             """Return the common update: the aggregated vector minus the one that the round began with."""

@@ -151,7 +151,7 @@ class Mask(Mapping[str, Tensor]):
         return mask
 
     def with_dense(self, shapes: Shapes) -> Mask:
-        """Return this mask with whole tensors trained in addition, which then count in its density."""
+        """Return this mask with whole tensors trained in addition, by name and shape; they count in its density."""
         tensors = dict(self.tensors)
         for name, shape in shapes.items():
             tensors[name] = torch.ones(tuple(shape), dtype=torch.bool)

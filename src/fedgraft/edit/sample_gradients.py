@@ -153,7 +153,7 @@ class SampleSquares:
             rule(module, self._by_sample(owner, call.tensors[0]), delta, sums)
 
     def _by_sample(self, owner: str, tensor: Tensor) -> Tensor:
-        """Return the tensor, or raise an error if its first dimension is not the batch."""
+        """Return the tensor, or raise if its first dimension is not the batch; `owner` names the module in errors."""
         if tensor.ndim == 0 or tensor.shape[0] != self._samples:
             raise FedgraftError(
                 "E-EDIT-MODULE-BATCH",

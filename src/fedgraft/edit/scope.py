@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.roles import WORDS, means, role
+from fedgraft.core.roles import WORDS, covers, role
 from fedgraft.edit.masks import Mask
 
 DEFAULT_SCOPE = ("blocks", "norm")
@@ -26,7 +26,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     """Return whether any keyword or glob pattern matches a parameter name."""
     for pattern in patterns:
         if pattern in WORDS:
-            if means(pattern, name):
+            if covers(pattern, name):
                 return True
         elif fnmatchcase(name, pattern):
             return True

@@ -207,7 +207,10 @@ class Sparse:
         return TrainableSetup(space, stored, self._active(network, stored), aggregator, mask=mask, notes=notes)
 
     def _active(self, network: Network, stored: Mapping[str, Tensor]) -> Active | None:
-        """Return the function that gives the active coordinates of a round; None if all are always active."""
+        """Return the function that gives the active coordinates of a round; None if all are always active.
+
+        `stored` holds what calibration left: scores, or the clients' own masks as bits.
+        """
         if self.adaptive_start is not None and not self.per_client:
             return self._rising_sparsity(network, stored["scores"])
         if self.per_client:

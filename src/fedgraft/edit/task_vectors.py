@@ -136,7 +136,10 @@ def check_base(network: Network, edit: Edit) -> None:
 
 
 def apply_edit(network: Network, edit: Edit, scale: float = 1.0) -> Applied:
-    """Write base + scale * edit into the network, in place; raise an error if it is not the edit's base."""
+    """Write base + scale * edit into the network, in place, and return the handle that undoes it.
+
+    Raises if the network is not the edit's base.
+    """
     check_base(network, edit)
     before = edit.space.gather(network)
     edit.space.scatter(_add_update(before, edit.update(scale)), network)
@@ -145,7 +148,7 @@ def apply_edit(network: Network, edit: Edit, scale: float = 1.0) -> Applied:
 
 @contextmanager
 def applied(network: Network, edit: Edit, scale: float = 1.0) -> Iterator[Network]:
-    """Apply the edit inside the `with` block; the base is restored, bit for bit, after it."""
+    """Yield the network with `scale` times the edit added, in place; the base is restored, bit for bit, after it."""
     handle = apply_edit(network, edit, scale)
     try:
         yield network
@@ -185,7 +188,7 @@ def add_edits(
     """Return the sum of edits of one base, on the union of their spaces; summed in float64, rounded once.
 
     `scales` multiply the edits (None: 1 each). With `merge` (TIES, DARE, Fisher) return its weighted mean instead;
-    scales are then the weights.
+    scales are then the weights. `name` is the new edit's.
     """
     if not edits:
         raise FedgraftError("E-EDIT-ADD-NONE", "there are no edits to add", "give at least one")

@@ -112,7 +112,7 @@ class Rates:
 
 
 def training(head: bool, body: bool, fixed_coordinates: bool = True, averaged_updates: bool = True) -> Capabilities:
-    """Return what a kind provides that trains these parts of the network.
+    """Return the capabilities of a kind that trains the head, the body or both.
 
     `fixed_coordinates`: clients train the same coordinates in every round. `averaged_updates`: their updates may be
     averaged coordinate by coordinate.

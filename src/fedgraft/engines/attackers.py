@@ -8,7 +8,7 @@ examples, control variates, representations) stays as trained. All randomness is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -37,10 +37,10 @@ class LocalEngine(Protocol):
 
     algorithm: Algorithm
     context: ClientContext
-    memory: dict[int, ClientMemory]
+    memory: MutableMapping[int, ClientMemory]
 
     def exchange(self, requests: Sequence[Request]) -> Iterable[Response | tuple[int, str]]:
-        """Carry out the requests; (client, reason) stands for a client that did not answer."""
+        """Carry out the requests and return the responses; (client, reason) for a client that did not answer."""
         ...
 
 
@@ -108,12 +108,12 @@ class Attacked:
         return with_poisoned_rows(context, copies, marked)
 
     @property
-    def memory(self) -> dict[int, ClientMemory]:
+    def memory(self) -> MutableMapping[int, ClientMemory]:
         """The memory of each client; it belongs to the checkpoint."""
         return self.engine.memory
 
     @memory.setter
-    def memory(self, memory: dict[int, ClientMemory]) -> None:
+    def memory(self, memory: MutableMapping[int, ClientMemory]) -> None:
         self.engine.memory = memory
 
     def take_back(self, client: int, before: ClientMemory | None) -> None:
@@ -302,7 +302,7 @@ def with_poisoned_rows(
         end = begin + len(client_copies.source)
         poisoned_rows[client] = torch.arange(begin, end)
         begin = end
-    context.release()
+    context.forget_binding()
     benign_rows = context.rows
 
     def rows(client: int) -> Tensor:
@@ -313,7 +313,7 @@ def with_poisoned_rows(
 
     examples = PoisonedExamples(context.examples, list(copies.values()), triggered)
     poisoned_context = replace(context, examples=examples, rows=rows)
-    poisoned_context.release()
+    poisoned_context.forget_binding()
     return poisoned_context
 
 

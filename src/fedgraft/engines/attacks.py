@@ -27,7 +27,10 @@ def sign_flip(benign: Tensor, own: Tensor, generator: Generator, scale: float = 
 
 
 def scaling(benign: Tensor, own: Tensor, generator: Generator, factor: float | None = None) -> Tensor:
-    """Model replacement: return the own updates times `factor`, by default enough to outweigh a plain mean."""
+    """Model replacement: return the attackers' `own` updates times `factor`.
+
+    By default it is enough to outweigh the `benign` updates in a plain mean.
+    """
     if factor is None:
         factor = (len(benign) + len(own)) / len(own)
     return own * factor
@@ -130,7 +133,7 @@ def flip_labels(labels: Tensor, classes: int, shift: int | None = None) -> Tenso
 
 
 def stamp(images: Tensor, size: int = 3, value: float | Tensor | None = None) -> Tensor:
-    """Return a copy of images (..., H, W) with a square trigger in the lower right corner.
+    """Return a copy of images (..., H, W) with a square trigger of `size` pixels in the lower right corner.
 
     `value` defaults to white: 255 for uint8, 1 for floating point. Pass it for normalised images, by channel
     (C, 1, 1) if they are normalised by channel.

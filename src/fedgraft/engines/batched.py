@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -142,7 +142,7 @@ class Batched(Memories):
     def __init__(self, algorithm: Algorithm, context: ClientContext, threads: int | None = None) -> None:
         self.algorithm = algorithm
         self.context = context
-        self.memory: dict[int, ClientMemory] = {}
+        self.memory: MutableMapping[int, ClientMemory] = {}
         self.threads = threads or cores()
         self.reason = batching_obstacle(algorithm, context)
         """Why requests are carried out one by one; None if they are batched."""
@@ -355,7 +355,10 @@ class Batched(Memories):
     def _response(
         self, task: _ClientTask, weight: Tensor, bias: Tensor, loss: float, effective_steps: float
     ) -> Response:
-        """Return the response of one client from its trained head: weight (k, d), bias (k, 1), mean training loss."""
+        """Return the response of one client from its trained head: weight (k, d), bias (k, 1), mean training loss.
+
+        `effective_steps` are those of its training, for the links of the update.
+        """
         request = task.request
         assert request.vector is not None
         update = torch.cat([weight.reshape(-1), bias.view(-1)]).sub_(request.vector)
@@ -365,7 +368,7 @@ class Batched(Memories):
 
 
 def _chunks(tasks: list[_ClientTask]) -> list[list[_ClientTask]]:
-    """Divide the tasks into chunks of at most `CHUNK` with equal steps and rates and about equal batch sizes."""
+    """Return the tasks in chunks of at most `CHUNK` with equal steps and rates and about equal batch sizes."""
     ordered = sorted(tasks, key=lambda task: (len(task.sizes), task.learning_rate, task.sizes[0], task.place))
     chunks = []
     for _, group in groupby(ordered, key=lambda task: (len(task.sizes), task.learning_rate)):

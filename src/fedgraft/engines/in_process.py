@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.actions import progress_label
@@ -22,7 +22,7 @@ class InProcess(Memories):
     def __init__(self, algorithm: Algorithm, context: ClientContext) -> None:
         self.algorithm = algorithm
         self.context = context
-        self.memory: dict[int, ClientMemory] = {}
+        self.memory: MutableMapping[int, ClientMemory] = {}
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Response | tuple[int, str]]:
         """Yield the response to each request, or (client, reason) for a refused one.

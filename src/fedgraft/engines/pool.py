@@ -9,7 +9,7 @@ comes back with the response.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -47,7 +47,7 @@ class Pool(Memories):
         self.context = context
         self.workers = workers
         self.deadline = deadline
-        self.memory: dict[int, ClientMemory] = {}
+        self.memory: MutableMapping[int, ClientMemory] = {}
         self._team: Workers | None = None
         self._team_key: object = None
         """Identifies the algorithm, context and edit space that the workers were started with."""

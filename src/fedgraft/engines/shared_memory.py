@@ -69,7 +69,7 @@ class SharedBuffer:
         return [len(part) for part in parts]
 
     def read(self, sizes: Sequence[int]) -> Parts:
-        """Return views of the parts, valid until either side writes again."""
+        """Return views of the parts of these sizes in bytes, valid until either side writes again."""
         view = self._view(sum(sizes))
         begin = 0
         parts = []
@@ -359,5 +359,5 @@ def _serve(work: Work | bytes, channel: _Channel, inherited: list[Connection]) -
                 header = {"error": {"code": error.code, "message": error.message, "hint": error.hint}}
             except Exception as error:
                 header = {"crash": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-            relay.between()
+            relay.finish_task()
             channel.send(header, answer)

@@ -38,7 +38,7 @@ def evaluate_batch(network: Network, inputs: Tensor, see: Callable[[Tensor], T])
 def feature_batches(
     network: Network, examples: Examples, rows: Tensor, until: int | None = None, size: int = 512
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of rows and their CPU activations at entry `until` (default: pooled features, (B, width))."""
+    """Yield batches of `size` rows and their CPU activations at entry `until` (default: pooled features (B, width))."""
 
     def see(inputs: Tensor) -> Tensor:
         return network.features(inputs, examples.entry, until)

@@ -36,7 +36,8 @@ def learn_self_weight(
 ) -> float:
     """Return the self-weight of the grid with the least loss on these rows, the smallest of equals; 0 without rows.
 
-    `load(vector)` puts a model into the network; at the end it is the client's own.
+    The weight w makes the model w times `own` plus 1 - w times `common`. `load(vector)` puts a model into the network;
+    at the end it is the client's own.
     """
     if not len(rows):
         return 0.0

@@ -135,7 +135,7 @@ class LocalTraining:
         return self.epochs * math.ceil(examples / min(self.batch_size, examples))
 
     def rate(self, lr: float, examples: int) -> float:
-        """Return the learning rate of a step, after the momentum correction."""
+        """Return the learning rate of a step of a client with so many examples: `lr` after the momentum correction."""
         if not self.momentum_correction or self.optimizer.effective_steps is None:
             return lr
         steps = self.steps_for(examples)
@@ -178,7 +178,8 @@ class Trained:
 def drawn(rows: Tensor, rule: LocalTraining, generator: torch.Generator, chances: Tensor | None = None) -> Tensor:
     """Return the rows of one round in the order of use: J steps from reshuffled passes, or E whole epochs.
 
-    With `chances` (n,) as many rows are drawn with these probabilities, with replacement.
+    J, E and the batch size are those of `rule`. With `chances` (n,) as many rows are drawn with these probabilities,
+    with replacement.
     """
     n = len(rows)
     if rule.epochs is None:
@@ -194,7 +195,7 @@ def drawn(rows: Tensor, rule: LocalTraining, generator: torch.Generator, chances
 def batches(
     rows: Tensor, rule: LocalTraining, generator: torch.Generator, chances: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Yield the row batches of one round; the last of an epoch may be smaller."""
+    """Yield the row batches of one round, drawn as by `drawn`; the last of an epoch may be smaller."""
     order = drawn(rows, rule, generator, chances)
     size = min(rule.batch_size, len(rows))
     if rule.epochs is None:
@@ -392,8 +393,7 @@ def _feature_reader(network: Network, flat: Flat) -> Look:
 def _parameter_groups(
     rule: LocalTraining, flat: Flat, state: OptimizerState
 ) -> list[tuple[slice, float, OptimizerState]]:
-    """Return the pieces of the vector with their own learning rate: slice, factor of the rate, optimizer state.
-
+    """Return the pieces of the vector `flat` with their own learning rate: slice, factor of the rate, optimizer state.
     The state is that of the last round if `state` has it, otherwise a new one.
     """
     pieces = [(slice(0, flat.trained), 1.0)]

@@ -80,7 +80,7 @@ def normalise() -> UpdateLink:
 
 
 def run_chain(links: tuple[UpdateLink, ...], update: Tensor, sending: Sending) -> tuple[Tensor, dict[str, float]]:
-    """Return the update after all links, and all scalars that they report."""
+    """Return the update after all links, and all scalars that they report; `sending` is what they know of the round."""
     scalars: dict[str, float] = {}
     for link in links:
         update, reported = link.apply(update, sending)

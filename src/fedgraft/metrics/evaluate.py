@@ -23,6 +23,10 @@ TOP_K = 5
 """An image counts for `top5` if its class is among this many highest scores."""
 
 
+EVALUATION_BATCH = 512
+"""Images that are evaluated at once."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Mean loss and accuracies (fractions) over `count` examples. Law: `a + b` is the evaluation of both sets."""
@@ -55,7 +59,9 @@ class _BatchResult:
     sums: dict[str, Tensor]
 
 
-def evaluate(network: Network, examples: Examples, rows: Tensor, batch_size: int = 512, threads: int = 1) -> Evaluation:
+def evaluate(
+    network: Network, examples: Examples, rows: Tensor, batch_size: int = EVALUATION_BATCH, threads: int = 1
+) -> Evaluation:
     """Return loss and accuracies on these rows, in evaluation mode and with the evaluation transform.
 
     Several threads may work on batches; their results are added in the order of the rows, so the bits are the same for
@@ -66,7 +72,12 @@ def evaluate(network: Network, examples: Examples, rows: Tensor, batch_size: int
 
 
 def evaluate_with_sums(
-    network: Network, examples: Examples, rows: Tensor, batch_size: int = 512, threads: int = 1, scores: bool = True
+    network: Network,
+    examples: Examples,
+    rows: Tensor,
+    batch_size: int = EVALUATION_BATCH,
+    threads: int = 1,
+    scores: bool = True,
 ) -> tuple[Evaluation, dict[str, Tensor]]:
     """Return loss and accuracies on these rows, and the sums of `metrics.scores` by name ({} if `scores` is false).
 
@@ -77,7 +88,7 @@ def evaluate_with_sums(
     with phase("evaluation", len(rows), "images") as progress:
 
         def measure(batch: Tensor) -> _BatchResult:
-            """Evaluate one batch of rows and report it as progress."""
+            """Return the counts of one batch of rows, and report it as progress."""
             result = _evaluate_batch(network, examples, batch, scores)
             progress.advance(len(batch))
             return result

@@ -36,7 +36,10 @@ def wilson(hits: Array | float, n: Array | float) -> tuple[Array, Array]:
 
 
 def auroc(area: Array, positives: Array, negatives: Array) -> tuple[Array, Array]:
-    """Return the limits of an AUROC: the values that are Z of their own standard errors away from it."""
+    """Return the limits of an AUROC `area`: the values that are Z of their own standard errors away from it.
+
+    `positives` and `negatives` are numbers of images.
+    """
     area = np.asarray(area, float)
     m = np.asarray(positives, float)
     n = np.asarray(negatives, float)
@@ -60,8 +63,7 @@ def f1(hits: Array, involved: Array) -> tuple[Array, Array]:
 
 
 def mean_of(values: Array, low: Array, high: Array, covariance: Array | None) -> tuple[float, float]:
-    """Return the limits of the mean of estimates with these limits and this covariance (k, k).
-
+    """Return the limits of the mean of the estimates `values` (k,) with these limits and this covariance (k, k).
     Without a covariance (None) the dependence is unknown and the widest interval is returned. Distances below the
     estimates add like standard errors, and so do distances above; neither is less than the standard error: score limits
     of few images are narrower, which is fine for one class and not for a mean of many.

@@ -76,7 +76,7 @@ class Metric:
 
 
 def _decimals(width: float, least: int) -> int:
-    """Return how many decimals to print: the interval is at least ten units of the last one."""
+    """Return how many decimals to print, at least `least`: the interval's `width` is ten units of the last or more."""
     if width <= 0:
         return least
     return int(np.clip(1 - np.floor(np.log10(width)), least, 4))
@@ -131,7 +131,10 @@ def _mean_defined(by_class: Array) -> Array:
 
 
 def compute(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Metric | None]:
-    """Return every metric: over all images by its name, of one class as `name:class` (`sensitivity:melanoma`)."""
+    """Return every metric: over all images by its name, of one class as `name:class` (`sensitivity:melanoma`).
+
+    `sums` are those of `metrics.scores`, `names` the classes. None: the metric is undefined for these images.
+    """
     arrays = _as_numpy(sums)
     _check_names(arrays["confusion"], names)
     values = metric_arrays(arrays)
@@ -144,7 +147,7 @@ def compute(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Metri
 
 
 def metric_values(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]:
-    """Return the defined metrics without intervals, named as in `compute`."""
+    """Return the defined metrics without intervals, named as in `compute`, whose arguments it has."""
     flat: dict[str, float] = {}
     for key, value in metric_arrays(_as_numpy(sums)).items():
         if not key.endswith(":"):
@@ -219,7 +222,10 @@ def _share(hits: float, n: float) -> Metric | None:
 def _share_metrics(
     sums: Mapping[str, Array], values: Mapping[str, Array], names: Sequence[str]
 ) -> dict[str, Metric | None]:
-    """Return accuracy, top-5 accuracy (1 with up to five classes), balanced accuracy, sensitivity, specificity."""
+    """Return accuracy, top-5 accuracy (1 with up to five classes), balanced accuracy, sensitivity, specificity.
+
+    `values` are those of `metric_arrays` for these sums, `names` the classes.
+    """
     confusion = sums["confusion"]
     hits = np.diagonal(confusion)
     size = confusion.sum(1)
@@ -243,7 +249,10 @@ def _share_metrics(
 def _f1_metrics(
     sums: Mapping[str, Array], values: Mapping[str, Array], names: Sequence[str]
 ) -> dict[str, Metric | None]:
-    """Return F1 of each class and their mean. A class without images has none, even if images were taken for it."""
+    """Return F1 of each class and their mean; arguments as in `_share_metrics`.
+
+    A class without images has none, even if images were taken for it.
+    """
     confusion = sums["confusion"]
     present = confusion.sum(1) > 0
     hits = np.diagonal(confusion)
@@ -261,7 +270,7 @@ def _f1_metrics(
 def _histogram_auroc_metrics(
     sums: Mapping[str, Array], values: Mapping[str, Array], names: Sequence[str]
 ) -> dict[str, Metric | None]:
-    """Return the AUROC of each class against the rest, and their mean, from the histograms."""
+    """Return the AUROC of each class against the rest, and their mean, from histograms; see `_share_metrics`."""
     negative, positive = sums["histogram"]  # (C, B) each
     sides = np.stack([negative.sum(1), positive.sum(1)])
     defined = sides.min(0) > 0
@@ -325,7 +334,7 @@ def _mean_metric(
 def _by_class_name(
     metric: str, defined_metrics: Sequence[Metric], defined: Array, names: Sequence[str]
 ) -> dict[str, Metric | None]:
-    """Return metrics under the names of the classes that have them (`defined`, in order); None for the others."""
+    """Return `metric:class` for every class: the next of `defined_metrics` where it is `defined`, else None."""
     by_class: dict[str, Metric | None] = {}
     remaining = iter(defined_metrics)
     for name, is_defined in zip(names, defined, strict=True):

@@ -49,7 +49,7 @@ class SumLayout(NamedTuple):
     step: float
 
 
-def shapes(classes: int) -> dict[str, SumLayout]:
+def sum_layouts(classes: int) -> dict[str, SumLayout]:
     """Return the layout of one client's sums for this number of classes; a client has at most 2^24 images."""
     images = 2.0**24
     return {
@@ -95,7 +95,7 @@ def true_class_rank(logits: Tensor, labels: Tensor) -> Tensor:
     return higher + equal_and_earlier
 
 
-def bins(scores: Tensor) -> Tensor:
+def bin_numbers(scores: Tensor) -> Tensor:
     """Return the histogram bin of each score, in the same shape."""
     return torch.searchsorted(EDGES, scores.contiguous())
 
@@ -125,7 +125,7 @@ def score_images(logits: Tensor, labels: Tensor, classes: int) -> ImageScores:
         labels=labels,
         prediction=predicted_classes(logits),
         within_top5=true_class_rank(logits, labels) < 5,
-        bins=bins(log_odds(logits)),
+        bins=bin_numbers(log_odds(logits)),
         confidence=_round(confidence),
         loss=loss,
     )
@@ -161,7 +161,7 @@ def count_scores(logits: Tensor, labels: Tensor, classes: int) -> dict[str, Tens
 
 def merge_scores(parts: Iterable[Mapping[str, Tensor]], classes: int) -> dict[str, Tensor]:
     """Return the sums (by name) of several sets of images added up; zeros if there is no set."""
-    total = {name: torch.zeros(layout.shape, dtype=torch.float64) for name, layout in shapes(classes).items()}
+    total = {name: torch.zeros(layout.shape, dtype=torch.float64) for name, layout in sum_layouts(classes).items()}
     for part in parts:
         for name, value in total.items():
             if part[name].shape != value.shape:
@@ -178,8 +178,8 @@ def merge_scores(parts: Iterable[Mapping[str, Tensor]], classes: int) -> dict[st
 
 
 def is_plausible_sum(name: str, tensor: Tensor | None, classes: int) -> bool:
-    """Return whether a tensor can be this sum of one client: shape, type, finite, not negative, within its limit."""
-    layout = shapes(classes)[name]
+    """Return whether a tensor can be the sum `name` of one client: shape, type, finite, not negative, in its limit."""
+    layout = sum_layouts(classes)[name]
     if tensor is None or tensor.shape != layout.shape or tensor.dtype != torch.float64:
         return False
     return bool(tensor.isfinite().all() and (tensor >= 0).all() and (tensor <= layout.limit).all())

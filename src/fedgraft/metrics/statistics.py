@@ -40,7 +40,7 @@ class Summary:
 
 
 def summarise(values: Sequence[float], method: str = "t", seed: int = 0) -> Summary:
-    """Return the summary with Student's t interval, or with a percentile bootstrap of 10,000 resamples."""
+    """Return mean, deviation and 95 % interval: Student's ("t"), or by 10,000 resamples ("bootstrap") from `seed`."""
     if method not in {"t", "bootstrap"}:
         raise FedgraftError(
             "E-METRICS-INTERVAL", f"there is no interval {method!r}", "choose t or bootstrap", method=method
@@ -174,7 +174,7 @@ def _markdown_row(cells: Sequence[object]) -> str:
     return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"
 
 
-def latex(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def latex_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a LaTeX table with booktabs rules; the first column is left-aligned, the others right-aligned."""
     columns = "l" + "r" * (len(header) - 1)
     lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", _latex_row(header), r"\midrule"]

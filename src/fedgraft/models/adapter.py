@@ -17,7 +17,14 @@ from torch import nn
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.edit.lora import adapter_layers
-from fedgraft.models.export import atomic_folder, check_same, label_names, to_classifier, write_labels, write_papers
+from fedgraft.models.export import (
+    atomic_folder,
+    check_same_logits,
+    label_names,
+    to_classifier,
+    write_labels,
+    write_preprocessor_and_card,
+)
 from fedgraft.models.network import VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
 
@@ -56,9 +63,9 @@ def export_adapter(
         adapter_model.save_pretrained(str(new_folder), save_embedding_layers=False)
         if not base.stored:
             base_model.save_pretrained(new_folder / "base")
-        check_same(network, peft.PeftModel.from_pretrained(base_model, str(new_folder)).eval())
+        check_same_logits(network, peft.PeftModel.from_pretrained(base_model, str(new_folder)).eval())
         write_labels(new_folder, names)
-        write_papers(new_folder, preprocessor, card)
+        write_preprocessor_and_card(new_folder, preprocessor, card)
     return Path(folder)
 
 
@@ -92,7 +99,7 @@ def _peft_model(network: VisionNetwork, model: Any) -> Any:
 
 
 def _check_base(network: VisionNetwork, base: VisionNetwork) -> None:
-    """Refuse a network that differs from its base in more than its factors and its head."""
+    """Raise if a network differs from its base in more than its factors and its head."""
     base_state = base.backbone.state_dict()
     for name, value in network.backbone.state_dict().items():
         if ".lora_" in name:
@@ -108,7 +115,10 @@ def _check_base(network: VisionNetwork, base: VisionNetwork) -> None:
 
 
 def _classifier(base: VisionNetwork, head: nn.Linear | None, names: Sequence[str]) -> Any:
-    """Return the base as transformers' own classification model with this head, or with one of zeros."""
+    """Return the base as transformers' own classification model with this head (None: one of zeros).
+
+    `names` are those of the classes.
+    """
     network = base.with_head(len(names), 0)
     for parameter in network.head.parameters():
         parameter.data.zero_()

@@ -107,7 +107,10 @@ def model(
 def _head(
     classes: int | None, stored_head: folders.StoredHead, width: int, source: str, seed: int
 ) -> tuple[nn.Linear, str]:
-    """Return a fresh head for `classes`, else the stored one if it fits, else an empty one and the reason."""
+    """Return a fresh head for `classes`, else the stored one if it fits, else an empty one; and why it is empty, or "".
+
+    `width` is the number of features it reads, `source` names the network in the reason, `seed` draws a fresh one.
+    """
     if classes is not None:
         return draw_head(width, classes, seed), ""
     fitting_head, reason = folders.fitting_head(stored_head, width, source)
@@ -245,7 +248,10 @@ def _check_grid(family: Family, config: Any) -> int:
 
 
 def interpolate_positions(positions: Tensor, tokens: int, side: int, antialias: bool = False) -> Tensor:
-    """Return position embeddings (1, tokens + n^2, D) for a grid of side x side patches; leading tokens keep theirs."""
+    """Return position embeddings (1, tokens + n^2, D) for a grid of side x side patches; leading tokens keep theirs.
+
+    `tokens` is the number of leading tokens, `antialias` that of torch's interpolation.
+    """
     lead = positions[:, :tokens]
     grid = positions[:, tokens:]
     old_side = round(grid.shape[1] ** 0.5)
@@ -297,7 +303,7 @@ def _parse_options(kind: str, text: str) -> dict[str, Any]:
 
 
 def _draw_backbone(kind: str, options: dict[str, Any], seed: int) -> nn.Module:
-    """Return a backbone with weights drawn from the seed."""
+    """Return a backbone of this kind (a key of `_DEFAULTS`) with weights drawn from the seed."""
     if kind == "features":
         return NoBackbone(options["width"])
     if kind == "cnn":
@@ -352,7 +358,7 @@ def _draw_resnet(options: dict[str, Any], seed: int) -> nn.Module:
 
 
 def _construct(model: Callable[..., nn.Module], config: Any, seed: int) -> nn.Module:
-    """Build a backbone without its pooler, drawing its weights from the seed."""
+    """Return a new backbone, `model(config)` without its pooler, with weights drawn from the seed; changes `config`."""
     # Plain attention: measured as fast as the fused one on a CPU at these lengths, and torch.func can differentiate it.
     config._attn_implementation = "eager"
     extra = folders.without_pooler(config)
@@ -361,7 +367,10 @@ def _construct(model: Callable[..., nn.Module], config: Any, seed: int) -> nn.Mo
 
 
 def _width(backbone: Any, size: int) -> int:
-    """Return the length of the pooled vector; for a backbone of no known family by running one black image."""
+    """Return the length of the pooled vector; for a backbone of no known family by running one black image.
+
+    `size` is the side of its images.
+    """
     config = backbone.config
     if config.model_type in FAMILIES:
         if hasattr(config, "hidden_size"):

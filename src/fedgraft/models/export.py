@@ -38,7 +38,7 @@ def export_model(
             classifier.save_pretrained(new_folder)
         if hasattr(classifier.config, "auto_map"):
             shutil.copy(Path(__file__).with_name("cifar_resnet.py"), new_folder)
-        write_papers(new_folder, preprocessor, card)
+        write_preprocessor_and_card(new_folder, preprocessor, card)
     return Path(folder)
 
 
@@ -60,7 +60,7 @@ def label_names(network: VisionNetwork, labels: Sequence[str] | None) -> list[st
 
 
 def check_free(folder: Path) -> None:
-    """Refuse a file, and a folder that is not empty."""
+    """Raise if the path is a file, or a folder that is not empty."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise FedgraftError(
             "E-MODELS-NOT-EMPTY",
@@ -104,8 +104,8 @@ def write_labels(folder: Path, names: Sequence[str]) -> None:
     (folder / "labels.json").write_text(text, encoding="utf-8")
 
 
-def write_papers(folder: Path, preprocessor: Mapping[str, Any], card: str) -> None:
-    """Write the preprocessing and the model card beside the weights."""
+def write_preprocessor_and_card(folder: Path, preprocessor: Mapping[str, Any], card: str) -> None:
+    """Write preprocessor_config.json and the model card README.md into a folder, beside the weights."""
     text = json.dumps(dict(preprocessor), indent=2) + "\n"
     (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -137,7 +137,7 @@ def to_classifier(network: VisionNetwork, label_names: Sequence[str]) -> Any:
             "the network's backbone is not a plain one any more, so transformers cannot hold it",
             "merge low-rank factors into the weights before exporting",
         ) from error
-    check_same(network, model.eval())
+    check_same_logits(network, model.eval())
     return model
 
 
@@ -172,7 +172,7 @@ def _empty_classifier(config: Any) -> Any:
 
 
 def _fill_head(model: Any, head: nn.Linear) -> None:
-    """Copy the head into the last linear layer of a classification model."""
+    """Copy the head into the last linear layer of a classification model, in place."""
     target = next(module for module in reversed(list(model.modules())) if isinstance(module, nn.Linear))
     weight = head.weight.detach()
     extra = target.in_features - head.in_features
@@ -183,7 +183,7 @@ def _fill_head(model: Any, head: nn.Linear) -> None:
 
 
 @torch.no_grad()
-def check_same(network: VisionNetwork, model: Any) -> None:
+def check_same_logits(network: VisionNetwork, model: Any) -> None:
     """Raise if the transformers model does not give this network's logits on random images."""
     training = network.training
     images = torch.randn(2, 3, network.image_size, network.image_size, generator=torch_stream(0, "export"))

@@ -155,7 +155,10 @@ def trained_size(config: Any) -> int:
 
 
 def folder_facts(source: Path, name: str) -> SourceFacts:
-    """Return what a folder says besides the weights: its preprocessing and, in its card, its licence."""
+    """Return what a folder says besides the weights: its preprocessing and, in its card, its licence.
+
+    `name` is what the user called it; of a path only the last part becomes the public name.
+    """
     preprocessor_file = source / "preprocessor_config.json"
     preprocessor = None
     if preprocessor_file.is_file():
@@ -181,7 +184,10 @@ def _licence(card: Path) -> str:
 
 
 def normalisation(preprocessor: Mapping[str, Any] | None, where: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of the pixels a network expects; ImageNet's by default."""
+    """Return mean and standard deviation of the pixels a network expects; ImageNet's by default.
+
+    `where` names the file of the preprocessor in the error.
+    """
     stored = preprocessor or {}
     mean = stored.get("image_mean") or IMAGENET_MEAN
     std = stored.get("image_std") or IMAGENET_STD
@@ -297,7 +303,10 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_declared_size(path: Path, declared: Mapping[str, Any], weight_bytes: int) -> None:
-    """Refuse the configuration of a network that is larger than its weights, before memory is allocated for it."""
+    """Raise for a configuration of a network that is larger than its weights, before memory is allocated for it.
+
+    `path` is that of config.json, `declared` its content, `weight_bytes` the size of the weight files.
+    """
     width = declared.get("hidden_size")
     blocks = declared.get("num_hidden_layers")
     if not weight_bytes or not isinstance(width, int) or not isinstance(blocks, int):

@@ -73,7 +73,7 @@ def original(network: VisionNetwork) -> nn.Module:
 
 
 def _detach_head(net: nn.Module, path: str) -> nn.Linear:
-    """Return the linear layer at a path and put an identity in its place."""
+    """Return the linear layer at a path and put an identity in its place; changes `net`."""
     head = dict(net.named_modules()).get(path)
     if not isinstance(head, nn.Linear):
         linear_layers = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
@@ -91,13 +91,13 @@ def _detach_head(net: nn.Module, path: str) -> nn.Linear:
 
 
 def _set_layer(net: nn.Module, path: str, layer: nn.Module) -> None:
-    """Replace the layer at a path."""
+    """Replace the layer of `net` at a path, in place."""
     parent, _, name = path.rpartition(".")
     setattr(net.get_submodule(parent), name, layer)
 
 
 def _block_paths(net: nn.Module, blocks: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the paths of the blocks; a single `ModuleList` or `Sequential` stands for its children."""
+    """Return the paths of `blocks` in the module; a single `ModuleList` or `Sequential` stands for its children."""
     if blocks is None:
         return ()
     paths = list(blocks)
@@ -151,7 +151,7 @@ def _first_readable_size(net: nn.Module, sizes: Sequence[int]) -> tuple[int, Ten
 
 @torch.no_grad()
 def _check_parts(network: VisionNetwork, images: Tensor, expected: Tensor) -> None:
-    """Refuse a network whose parts together do not give the outputs of the module."""
+    """Raise unless the parts of a network together give the outputs `expected` of the module on these images."""
     features = network.features(images)
     if features.shape != (2, network.width) or not torch.allclose(network.head(features), expected, atol=1e-5):
         raise FedgraftError(
@@ -176,7 +176,10 @@ def _check_parts(network: VisionNetwork, images: Tensor, expected: Tensor) -> No
 
 
 def _check_randomness(network: VisionNetwork, images: Tensor) -> None:
-    """Refuse a network that draws from the shared generator in training: its runs could not be repeated."""
+    """Raise for a network that draws from the shared generator in training: its runs could not be repeated.
+
+    A copy is tried on these images.
+    """
     trial = copy.deepcopy(network).train()  # batch norms learn from this pass
     for layer in trial.modules():
         if isinstance(layer, Dropout):

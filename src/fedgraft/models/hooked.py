@@ -72,7 +72,7 @@ class Hooked:
         if entry:
 
             def replace_input(_block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-                """Replace the first argument of the entered block by the activations (a hook)."""
+                """Return the arguments of the entered block with the activations as the first one (a hook)."""
                 return (inputs, *arguments[1:])
 
             hooks.append(blocks[entry].register_forward_pre_hook(replace_input))

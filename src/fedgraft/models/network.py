@@ -56,7 +56,7 @@ class Dropout(nn.Module):
         self.generator: torch.Generator | None = None
 
     def forward(self, values: Tensor) -> Tensor:
-        """Zero a share p of the values and scale up the rest, in training only."""
+        """Return the values, in training with a share p of them zero and the rest scaled up."""
         if not self.training or self.p == 0.0:
             return values
         if self.generator is None:
@@ -225,7 +225,10 @@ class VisionNetwork(nn.Module):
         return tuple(dict.fromkeys((early, middle, last)))
 
     def activations(self, inputs: Tensor, layers: Iterable[str], entry: int = 0) -> dict[str, Tensor]:
-        """Return outputs of the named layers, one vector per image: the mean over tokens or over the map."""
+        """Return outputs of the named layers, one vector per image: the mean over tokens or over the map.
+
+        `inputs` enter the network at block `entry`.
+        """
         outputs: dict[str, Tensor] = {}
 
         def recorder(name: str) -> Callable[..., None]:

@@ -52,7 +52,7 @@ def _accounting_library() -> Any:
 
 
 def _check_account(probability: float, noise: float, rounds: int, delta: float) -> None:
-    """Refuse numbers for which epsilon is not defined."""
+    """Raise for numbers for which epsilon is not defined."""
     if not (0 < probability <= 1 and noise > 0 and rounds >= 0 and 0 < delta < 1):
         raise FedgraftError(
             "E-PRIVACY-ACCOUNT",
@@ -90,7 +90,7 @@ def epsilon(probability: float, noise: float, rounds: int, delta: float) -> floa
 
 @lru_cache(maxsize=1024)
 def epsilon_rdp(probability: float, noise: float, rounds: int, delta: float) -> float:
-    """Return an upper bound of epsilon by Renyi differential privacy at whole orders; quick to compute."""
+    """Return an upper bound of epsilon by Renyi differential privacy; quick to compute. Arguments as in `epsilon`."""
     _check_account(probability, noise, rounds, delta)
     if rounds == 0:
         return 0.0
@@ -101,7 +101,10 @@ def epsilon_rdp(probability: float, noise: float, rounds: int, delta: float) -> 
 def _composed_epsilon(
     library: Any, accountant: Any, probability: float, noise: float, rounds: int, delta: float
 ) -> float:
-    """Return the epsilon that an accountant computes for `rounds` Poisson-subsampled Gaussian releases."""
+    """Return the epsilon at `delta` that an unused `accountant` computes for `rounds` subsampled Gaussian releases.
+
+    A client is sampled with `probability`; `noise` is the multiplier. `library` is that of `_accounting_library`.
+    """
     release = library.Poisson(probability, library.Gaussian(noise))
     accountant.compose(library.Composed(release, rounds))
     return float(accountant.get_epsilon(delta))
@@ -122,10 +125,10 @@ def gaussian_epsilon(noise: float, rounds: int, delta: float) -> float:
 def epsilon_known_cohorts(probability: float, noise: float, rounds: int, delta: float) -> float:
     """Return an upper bound of epsilon against an observer who also learns in which rounds a client took part.
 
-    A client takes part in k rounds with the binomial probability of k, and k releases are one Gaussian release with
-    noise / sqrt(k). What an observer learns besides can only help, so the mean of the Gaussians' deltas over k is
-    never below the true delta (convexity of the hockey-stick divergence). Tight at tiny noise, where one round
-    gives a client away; loose at large noise.
+    Arguments are as in `epsilon`. A client takes part in k rounds with the binomial probability of k, and k releases
+    are one Gaussian release with noise / sqrt(k). What an observer learns besides can only help, so the mean of the
+    Gaussians' deltas over k is never below the true delta (convexity of the hockey-stick divergence). Tight at tiny
+    noise, where one round gives a client away; loose at large noise.
     """
     _check_account(probability, noise, rounds, delta)
     if rounds == 0:
@@ -155,7 +158,7 @@ def _participation_probabilities(rounds: int, probability: float) -> list[tuple[
 
 
 def _gaussian_delta(candidate: float, deviation: float) -> float:
-    """Return the delta of one Gaussian release of sensitivity 1 at the epsilon `candidate`."""
+    """Return the delta, at the epsilon `candidate`, of one Gaussian release of sensitivity 1 with this deviation."""
     tail = math.erfc((1 / (2 * deviation) + candidate * deviation) / math.sqrt(2)) / 2
     whole = math.erfc((candidate * deviation - 1 / (2 * deviation)) / math.sqrt(2)) / 2
     if tail == 0.0:  # it underflowed: leaving it out is rounding towards more delta

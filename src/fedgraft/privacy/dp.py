@@ -82,7 +82,7 @@ def simulation_key(seed: int) -> bytes:
 
 
 def gaussian_noise(length: int, key: bytes, purpose: str, round_: int) -> Tensor:
-    """Return standard normal noise, float64 (length,), from the keystream of (key, purpose, round).
+    """Return standard normal noise, float64 (length,), from the keystream of (key, purpose, round): the same each time.
 
     Box-Muller on 53-bit uniforms. Each value is half the sum of four draws, so that the grid of floating-point
     numbers near one draw does not reveal what was added to it (Holohan and Braghin 2021).
@@ -121,7 +121,10 @@ class Mechanism:
         return self.probability * self.population
 
     def release(self, total: Tensor, sensitivity: float, key: bytes, round_: int) -> Tensor:
-        """Return (sum + z * sensitivity * N(0, I)) / qK as float32; also for an empty cohort, whose sum is zero."""
+        """Return (total + z * sensitivity * N(0, I)) / qK as float32; also for an empty cohort, whose total is zero.
+
+        The noise follows from the key and the round.
+        """
         if not bool(torch.isfinite(total).all()):
             raise FedgraftError(
                 "E-PRIVACY-SUM-NONFINITE", "a sum that is not finite cannot be released privately", round=round_

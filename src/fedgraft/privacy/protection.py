@@ -65,7 +65,7 @@ class DifferentialPrivacy:
     adaptive: AdaptiveClip | None = None
     key: bytes = b""
     """Key of the noise; whoever knows it can subtract the noise."""
-    bound: bool = False
+    bound_to_sum: bool = False
     """The noise depends on the sum too, as it should where the key is a secret; else on key and round alone."""
 
     def link(self) -> UpdateLink:
@@ -114,7 +114,7 @@ class DifferentialPrivacy:
         """
         state = step.state
         key = self.key
-        if self.bound:
+        if self.bound_to_sum:
             key = bound_key(self.key, total)
         mechanism = self.mechanism
         if self.adaptive is not None:
@@ -224,7 +224,7 @@ class Clear:
         return 0.0
 
     def request_settings(self, clip_bound: float) -> dict[str, float]:
-        """Return what the strategy adds to the settings of a training request."""
+        """Return what the strategy adds to the settings of a training request: nothing, or the clipping bound."""
         return {}
 
     def sum_capacity(self) -> int | None:
@@ -232,7 +232,7 @@ class Clear:
         return None
 
     def rounding(self, segments: tuple[Segment, ...]) -> float | None:
-        """Return the step of the secure sum's fixed-point numbers where the noise must cover it."""
+        """Return the step of the fixed-point numbers of a secure sum with these segments, if noise must cover it."""
         return None
 
     def advance(self, step: Step, collected: CollectedRound) -> ServerState | None:
@@ -240,11 +240,14 @@ class Clear:
         return None
 
     def round_notes(self, survivors: Sequence[int], cut: int) -> dict[str, object]:
-        """Return what the record of a round says of an opened secure sum; nothing where there is no sum."""
+        """Return what the record of a round says of an opened secure sum; nothing where there is no sum.
+
+        `survivors` are the clients in it, `cut` is how many of them had to cut numbers.
+        """
         return {}
 
     def labels(self) -> list[str]:
-        """Name the protections, for a line of the log."""
+        """Return the names of the protections, for a line of the log."""
         return []
 
     def identity_words(self) -> list[str]:
@@ -289,11 +292,11 @@ class Secure(Clear):
         return notes
 
     def labels(self) -> list[str]:
-        """Name the protection."""
+        """Return the name of the protection."""
         return ["secure aggregation"]
 
     def identity_words(self) -> list[str]:
-        """Sums are rounded to fixed-point numbers."""
+        """Return ["secure"]: sums are rounded to fixed-point numbers."""
         return ["secure"]
 
 
@@ -333,7 +336,7 @@ class Private(Clear):
         return self.dp.advance_from_updates(step, updates, within)
 
     def labels(self) -> list[str]:
-        """Name the protection."""
+        """Return the name of the protection."""
         return ["noise"]
 
     def uncovered(self) -> list[str]:
@@ -366,11 +369,11 @@ class SecureAndPrivate(Private):
         return self.dp.advance_from_sum(step, total, within, counted, collected.rounding)
 
     def labels(self) -> list[str]:
-        """Name both protections."""
+        """Return the names of both protections."""
         return ["secure aggregation", "noise"]
 
     def identity_words(self) -> list[str]:
-        """Sums are rounded to fixed-point numbers."""
+        """Return ["secure"]: sums are rounded to fixed-point numbers."""
         return ["secure"]
 
     def uncovered(self) -> list[str]:

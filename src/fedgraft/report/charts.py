@@ -65,7 +65,7 @@ def compare_charts(runs: Mapping[str, Lines]) -> list[Chart]:
 
 
 def _overlay(runs: Mapping[str, Lines], title: str, unit: str, get: Getter) -> Chart:
-    """Return the chart of one number over the rounds of several runs."""
+    """Return the chart of one number, which `get` reads from a line, over the rounds of several runs."""
     series = []
     for name, lines in runs.items():
         series.append(_line(name, lines, get))
@@ -84,11 +84,16 @@ def _series(name: str, lines: Lines, y: Sequence[float | None], band: Sequence[A
     `y` has one value for each line, `band` one (low, high); an empty band: none is drawn.
     """
     rounds = [line.get("round", i) for i, line in enumerate(lines)]
-    return _thin(name, rounds, y, band)
+    return _thinned_series(name, rounds, y, band)
 
 
-def _thin(name: str, x: Sequence[float], y: Sequence[float | None], band: Sequence[Any] = ()) -> Points | None:
-    """Return at most about `_POINTS` points of a series, the last one included; None without a number."""
+def _thinned_series(
+    name: str, x: Sequence[float], y: Sequence[float | None], band: Sequence[Any] = ()
+) -> Points | None:
+    """Return at most about `_POINTS` points of a series, the last one included; None without a number.
+
+    `x`, `y` and `band`, (low, high), have one entry for each point; points without `y` are left out.
+    """
     present = [i for i, value in enumerate(y) if value is not None]
     if not present:
         return None
@@ -108,12 +113,12 @@ def _thin(name: str, x: Sequence[float], y: Sequence[float | None], band: Sequen
 
 
 def _line(name: str, lines: Lines, get: Getter) -> Points | None:
-    """Return the series of one number over rounds."""
+    """Return the series `name` of one number over rounds, which `get` reads from a line; None if no round has it."""
     return _series(name, lines, [get(line) for line in lines])
 
 
 def _over_clients(name: str, lines: Lines, field: str) -> Points | None:
-    """Return the mean and range over clients of one field of the round's record."""
+    """Return the series `name`: mean and range over clients of the list `field` under "clients" in each line."""
     by_round = []
     for line in lines:
         by_round.append(_get(line, "clients", field) or [])
@@ -204,7 +209,7 @@ def _accuracy_by_traffic(runs: Mapping[str, Lines]) -> list[Points | None]:
             megabytes.append(moved / 1e6)
             accuracies.append(accuracy(line))
         if moved:
-            series.append(_thin(name, megabytes, accuracies))
+            series.append(_thinned_series(name, megabytes, accuracies))
     return series
 
 
@@ -233,7 +238,7 @@ def _traffic(lines: Lines) -> Chart:
 
 
 def _cumulative(lines: Lines, key: str) -> list[int]:
-    """Return the sum of a count up to each round."""
+    """Return, for each line, the sum of the count `key` up to it."""
     sums = []
     total = 0
     for line in lines:

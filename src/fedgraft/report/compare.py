@@ -58,7 +58,10 @@ def compare_runs(runs: Sequence[Path], out: Path, formats: Sequence[str] = ()) -
 
 
 def write_comparison(runs: Iterable[RunRecord | Path | str], path: Path | str, title: str = "Comparison") -> Path:
-    """Write one page for several runs: a table, the differences of their configs, and their curves overlaid."""
+    """Write one page for several runs to `path` and return it: a table, differences of configs, curves overlaid.
+
+    Logs a warning where the runs' results cannot be compared.
+    """
     folders = []
     for run in runs:
         if not isinstance(run, RunRecord):
@@ -93,7 +96,10 @@ def write_comparison(runs: Iterable[RunRecord | Path | str], path: Path | str, t
 
 
 def data_warnings(configs: Configs, summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return why results may not be comparable: other images, other test images, or another partition."""
+    """Return sentences on why results may not be comparable: other images, other test images, another partition.
+
+    `configs` and `summaries` are by run.
+    """
     data = []
     partition = []
     for row in _differences(configs):
@@ -120,7 +126,7 @@ def data_warnings(configs: Configs, summaries: Mapping[str, Mapping[str, Any]]) 
 
 
 def _row(name: str, info: RunInfo, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one run's row of the results."""
+    """Return the row of the results of the run called `name`; `lines` are its recorded rounds."""
     last = None
     for line in lines:
         if line.get("accuracy") is not None:
@@ -177,7 +183,7 @@ def _over_seeds(rows: Sequence[Mapping[str, Any]], configs: Configs) -> list[dic
 
 
 def _setting_names(settings: Configs) -> dict[str, str]:
-    """Return the name of each setting: the options that differ between them."""
+    """Return the name of each setting by its identity: its values of the options that differ between them."""
     keys = []
     if len(settings) > 1:
         keys = [row["key"] for row in _differences(settings)]

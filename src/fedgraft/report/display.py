@@ -25,7 +25,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedgraft.core.progress import Phase
-from fedgraft.report.values import NONE, accuracy, clock, column, format_epsilon, label, metric, percent, size
+from fedgraft.report.values import NONE, accuracy, clock, format_epsilon, label, metric, metric_column, percent, size
 
 if TYPE_CHECKING:
     from fedgraft.report.run_record import RunInfo
@@ -117,7 +117,7 @@ class LiveProgress:
             self._print_phases(phases)
 
     def _show_round(self, ended: bool = False) -> None:
-        """Update the bar of rounds, or print a line if the last one is some seconds old."""
+        """Update the bar of rounds, or print a line if the last one is some seconds old or the run has `ended`."""
         if self.live and self.rounds is not None:
             self.bar.update(self.rounds, completed=self.done, numbers="  ".join(self.numbers.values()))
             return
@@ -180,9 +180,8 @@ def protection_rows(privacy: Mapping[str, Any]) -> dict[str, str]:
     return rows
 
 
-def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
-    """Print the final table of a run, and a row per client.
-
+def print_results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
+    """Print the final table of a run under `title`, from its summary.json, and a row per client.
     A private run's guarantee comes first; otherwise the note about the delivered model does.
     """
     private = bool(summary.get("privacy"))
@@ -289,13 +288,13 @@ def _print_clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -
     columns = []
     for key in keys:
         metrics = [values.get(key) for values in first_clients.values()]
-        columns.append(column(metrics))
+        columns.append(metric_column(metrics))
     for name, *cells in zip(first_clients, *columns, strict=True):
         table.add_row(escape(name), *cells)
     print_table(console, table)
 
 
-def runs_table(console: Console, infos: Sequence[RunInfo]) -> None:
+def print_runs(console: Console, infos: Sequence[RunInfo]) -> None:
     """Print the table of `fedgraft list`."""
     heads = ("status", "round", "best val", "test", "sent", "time", "run")  # names may be long, so they come last
     table = Table(*heads, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
@@ -314,7 +313,7 @@ def runs_table(console: Console, infos: Sequence[RunInfo]) -> None:
     print_table(console, table)
 
 
-def class_table(console: Console, classes: Sequence[str], metrics: Mapping[str, Any]) -> None:
+def print_classes(console: Console, classes: Sequence[str], metrics: Mapping[str, Any]) -> None:
     """Print the metrics of each class: number of images, sensitivity with its interval, F1 and AUROC."""
     heads = ("class", "images", "sensitivity", "95 % interval", "F1", "AUROC")
     table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
@@ -334,14 +333,14 @@ def class_table(console: Console, classes: Sequence[str], metrics: Mapping[str, 
     print_table(console, table)
 
 
-def path_line(console: Console, folder: Path, report: bool = True) -> None:
-    """Print the paths of the run folder and its report."""
+def print_paths(console: Console, folder: Path, report: bool = True) -> None:
+    """Print the path of the run folder and, with `report`, that of its report if it exists."""
     console.print(f"run folder  {folder}", highlight=False, soft_wrap=True, markup=False)
     if report and (folder / "report.html").exists():
         console.print(f"report      {folder / 'report.html'}", highlight=False, soft_wrap=True, markup=False)
 
 
-def next_lines(console: Console, folder: Path) -> None:
+def print_next_commands(console: Console, folder: Path) -> None:
     """Print three commands for a finished run, as they work in this terminal."""
     console.print("next:", highlight=False)
     for arguments in (f"show {folder}", f"predict {folder} IMAGES", f"export {folder} adapted"):

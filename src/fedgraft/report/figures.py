@@ -69,8 +69,8 @@ def curves(
     with canvas(path, title) as figure:
         axes = figure.add_subplot()
         _draw_levels(axes, levels)
-        handles = plot_lines(axes, series, dict(zip(series, looks(), strict=False)))
-        dress(axes, xlabel, ylabel)
+        handles = plot_lines(axes, series, dict(zip(series, line_styles(), strict=False)))
+        label_axes(axes, xlabel, ylabel)
         if len(series) > 1:
             names = sorted(handles, key=lambda name: _last_height(handles[name]))
             figure.legend([handles[name] for name in names], map(plain_text, names), loc="outside right center")
@@ -89,7 +89,7 @@ def bars(
     path: Path | str, groups: Mapping[str, Mapping[str, Any]], *, xlabel: str = "", ylabel: str = "", title: str = ""
 ) -> Path:
     """Draw bars with error bars, `{series: {category: value or (value, error)}}`, and return the path."""
-    need(groups, "bars")
+    require_data(groups, "bars")
     names: dict[str, None] = {}
     for group in groups.values():
         names |= dict.fromkeys(group)
@@ -126,7 +126,7 @@ def bars(
         axes.set_xticks(range(len(categories)), [plain_text(category) for category in categories], **turned)
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.12)
-        dress(axes, xlabel, ylabel)
+        label_axes(axes, xlabel, ylabel)
         if len(groups) > 1:
             columns = 4
             if figure.get_figwidth() < 8:
@@ -140,7 +140,7 @@ def heatmaps(path: Path | str, matrices: Mapping[str, Any], *, title: str = "", 
 
     `texts` are `xlabel`, `ylabel`, `scale` (the label of the colour bar) and `labels` (of rows, of columns).
     """
-    need(matrices, "matrices")
+    require_data(matrices, "matrices")
     grids = {}
     for name, matrix in matrices.items():
         grids[name] = np.atleast_2d(np.asarray(matrix, dtype=float))
@@ -166,8 +166,11 @@ def scatter_front(
     title: str = "",
     levels: Levels = None,
 ) -> Path:
-    """Draw gain over cost on a logarithmic axis, with the Pareto front as a line, and return the path."""
-    need(points, "points")
+    """Draw points (cost, gain), cost on a logarithmic axis, with the Pareto front as a line; return the path.
+
+    `levels` are named heights that are drawn across.
+    """
+    require_data(points, "points")
     front = pareto(points)
     with canvas(path, title) as figure:
         axes = figure.add_subplot()
@@ -190,7 +193,7 @@ def scatter_front(
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.5g}")
         axes.margins(x=0.14, y=0.12)
-        dress(axes, xlabel, ylabel)
+        label_axes(axes, xlabel, ylabel)
         figure.draw_without_rendering()  # fixes the limits, so that labels can be placed
         _name_points(axes, points, front)
     return Path(path)
@@ -221,7 +224,7 @@ def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 @contextlib.contextmanager
 def canvas(path: Path | str, title: str = "", size: tuple[float, float] = (7.0, 4.2)) -> Iterator[Figure]:
-    """Yield a figure that is written to `path` at the end, as PNG, SVG or PDF by suffix."""
+    """Yield a figure of `size` inches that is written to `path` at the end, as PNG, SVG or PDF by suffix."""
     path = Path(path)
     if path.suffix not in _UNDATED:
         raise FedgraftError(
@@ -247,7 +250,7 @@ def plain_text(label: object) -> str:
     return str(label).replace("$", r"\$")
 
 
-def looks() -> Iterator[tuple[str, str, str]]:
+def line_styles() -> Iterator[tuple[str, str, str]]:
     """Yield colour, dash and marker for one series after another."""
     for dash in itertools.cycle(DASHES):
         for colour, marker in zip(PALETTE, MARKERS, strict=True):
@@ -260,7 +263,7 @@ def plot_lines(axes: Axes, series: Series, styles: Mapping[str, tuple[str, str, 
     `styles` gives colour, dash and marker by label. If an x is a text, all are names, in the order in which they first
     appear.
     """
-    need(series, "series")
+    require_data(series, "series")
     all_x: list[Any] = []
     for values in series.values():
         all_x += values[0]
@@ -296,8 +299,8 @@ def plot_lines(axes: Axes, series: Series, styles: Mapping[str, tuple[str, str, 
     return handles
 
 
-def dress(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
-    """Name the axes, and the panel if it has a title."""
+def label_axes(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
+    """Write the labels of both axes and the title of the panel; rounds and epochs get whole numbers."""
     axes.set(xlabel=plain_text(xlabel), ylabel=plain_text(ylabel))
     if xlabel in {"round", "epoch"}:  # there is no round 2.5
         from matplotlib.ticker import MaxNLocator
@@ -306,7 +309,7 @@ def dress(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
     axes.set_title(plain_text(title))
 
 
-def need(data: Any, what: str) -> None:
+def require_data(data: Any, what: str) -> None:
     """Raise if there is no data to draw; `what` names the data in the error."""
     if not len(data):
         raise FedgraftError("E-REPORT-NOTHING-TO-DRAW", f"there are no {what} to draw", "pass at least one")
@@ -320,7 +323,10 @@ def _draw_heatmaps(
     scale: str = "",
     labels: tuple[Sequence[object], Sequence[object]] | None = None,
 ) -> None:
-    """Draw every matrix in its panel, numbers in the cells if they fit, and one colour bar."""
+    """Draw every matrix in its panel, numbers in the cells if they fit, and one colour bar.
+
+    `grids` are the matrices by title, `scale` is the label of the colour bar, `labels` name rows and columns.
+    """
     finite = np.concatenate([grid[np.isfinite(grid)].ravel() for grid in grids.values()])
     low = 0.0
     high = 1.0
@@ -332,9 +338,9 @@ def _draw_heatmaps(
         axes = figure.add_subplot(1, len(grids), panel)
         image = axes.imshow(grid, cmap="YlGnBu", vmin=low, vmax=high, aspect="auto", interpolation="nearest")
         if panel == 1:
-            dress(axes, xlabel, ylabel, name)
+            label_axes(axes, xlabel, ylabel, name)
         else:
-            dress(axes, xlabel, "", name)
+            label_axes(axes, xlabel, "", name)
         axes.grid(visible=False)
         if labels:
             _name_cells(axes, labels)
@@ -345,7 +351,7 @@ def _draw_heatmaps(
 
 
 def _name_cells(axes: Axes, labels: tuple[Sequence[object], Sequence[object]]) -> None:
-    """Name rows and columns, with at most thirty names per side."""
+    """Write the names of rows and columns, `labels`, at the axes, with at most thirty names per side."""
     rows = [plain_text(name) for name in labels[0]]
     columns = [plain_text(name) for name in labels[1]]
     row_step = max(1, -(-len(rows) // 30))

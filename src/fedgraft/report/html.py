@@ -29,7 +29,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def write_tables(path: Path | str, title: str, tables: Mapping[str, Rows], notes: Sequence[str] = ()) -> Path:
-    """Write a page of notes and tables, each a list of rows under a heading, with all numbers as one CSV file."""
+    """Write a page of notes and tables to `path` and return it; the page offers all numbers as one CSV file.
+
+    `tables` are lists of rows by heading.
+    """
     parts = [f"<p>{safe(note)}</p>" for note in notes]
     csv_rows = []
     for name, rows in tables.items():
@@ -156,14 +159,14 @@ def _is_text(value: object) -> bool:
 
 
 def _cell(text: str, attribute: str) -> str:
-    """Return a cell; only longer text may be broken into lines."""
+    """Return a table cell with the HTML `attribute`; only longer text without one may be broken into lines."""
     if not attribute and len(text) > 44:
         attribute = ' class="text"'
     return f"<td{attribute}>{safe(text)}</td>"
 
 
 def picture(file: Path, caption: str = "") -> str:
-    """Return a picture embedded in the page."""
+    """Return the picture in a file as an HTML element that contains its bytes; `caption` default: the file's name."""
     data = base64.b64encode(file.read_bytes()).decode()
     name = safe(caption or file.stem.replace("_", " "))
     return f'<p><img alt="{name}" src="data:{PICTURES[file.suffix]};base64,{data}"></p>'
@@ -195,7 +198,7 @@ def csv_row(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return a nested mapping with `outer.inner` keys; lists stay unchanged."""
+    """Return a nested mapping with `outer.inner` keys; `above` begins them, and lists stay unchanged."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
         name = str(key)

@@ -41,19 +41,19 @@ def by_client(lines: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]
     return means
 
 
-def shown_rounds(config: Config) -> set[int]:
-    """Return the rounds (counted from one) whose mixing matrix is stored."""
+def stored_rounds(config: Config) -> set[int]:
+    """Return the rounds (counted from one) whose mixing matrix a run stores: as configured, else three."""
     total = config.rounds.total
     return set(config.track.mixing_rounds) or {1, (total + 1) // 2, total}
 
 
-def keep_mixing(run: Path, config: Config, summary: RoundSummary) -> None:
-    """Store the mixing matrix of a round in the run's folder of figures, if it is one of `shown_rounds`.
+def store_mixing(run: Path, config: Config, summary: RoundSummary) -> None:
+    """Store the mixing matrix of a round in the run's folder of figures, if it is one of `stored_rounds`.
 
     `run` is the run folder. A resumed run writes the same bytes again.
     """
     number = summary.round + 1
-    if "mixing" not in summary.extra or number not in shown_rounds(config):
+    if "mixing" not in summary.extra or number not in stored_rounds(config):
         return
     import safetensors.torch
     import torch
@@ -79,7 +79,10 @@ def _mixing_file(run: Path, number: int) -> Path:
 
 
 def read_mixing(run: Path, clients: int) -> dict[str, Tensor]:
-    """Return the stored matrices by round, each among all clients with NaN for those outside the round's cohort."""
+    """Return the stored mixing matrices of the run folder `run`, by "round N".
+
+    Each is among all `clients`, NaN for those outside the round's cohort; of many clients only the cohort's is kept.
+    """
     matrices = {}
     for path in sorted((run / "figures").glob("crsm-round-*.safetensors")):
         import safetensors.torch

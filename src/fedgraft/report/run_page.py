@@ -163,7 +163,7 @@ def _result(summary: Mapping[str, Any], lines: Lines) -> Iterator[Card]:
 
 
 def _costs(summary: Mapping[str, Any], config: Mapping[str, Any], lines: Lines) -> Iterator[Card]:
-    """Yield the cards of the protection, the traffic, the weights trained, and the time."""
+    """Yield the cards of the protection, the traffic, the weights trained, and the time; arguments as in `_result`."""
     yield _protection(summary, config.get("privacy") or {})
     up = summary.get("bytes_up", total_of(lines, "bytes_up"))
     down = summary.get("bytes_down", total_of(lines, "bytes_down"))
@@ -181,7 +181,10 @@ def _costs(summary: Mapping[str, Any], config: Mapping[str, Any], lines: Lines) 
 
 
 def _protection(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> Card:
-    """Return the card of the protection: what the server could see, and the privacy of the result."""
+    """Return the card of the protection: what the server could see, and the epsilon of the result.
+
+    `privacy` is the config's table, `summary` that of summary.json.
+    """
     if privacy.get("aggregation") == "secure":
         aggregation = "Secure aggregation"
         visible = "the server saw sums, no client's update"
@@ -199,7 +202,7 @@ def _protection(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> Card:
 
 
 def _cards(summary: Mapping[str, Any], cards: Sequence[Card]) -> str:
-    """Return the cards in a row, the first of them large if it is the result."""
+    """Return the cards in a row as HTML, the first of them large if there is a `summary`, and so a result."""
     parts = []
     for name, number, evidence in cards:
         name = page.safe(name)

@@ -56,7 +56,7 @@ class RunRecord:
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Return an existing run folder."""
+        """Return the record of the existing run in `path`; raise if there is none."""
         run = cls(path)
         if not (run.path / "run.json").is_file():
             raise FedgraftError(
@@ -180,8 +180,8 @@ def _bytes_sent(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) 
     return total_of(records, "bytes_up") + total_of(records, "bytes_down")
 
 
-def present(folder: Path) -> list[str]:
-    """Return the current phases of a running process as text; none if it is between phases or was killed."""
+def current_phases(folder: Path) -> list[str]:
+    """Return the current phases of the process that runs in `folder`, as text; none between phases or if it died."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads((folder / NOW_FILE).read_text())
         if time.time() - record["time"] < 30:

@@ -9,7 +9,7 @@ from typing import Any
 from fedgraft.core.files import json_ready
 from fedgraft.report.html import Rows, grid_table, safe
 from fedgraft.report.representation_figures import by_client, read_mixing
-from fedgraft.report.values import NONE, column, label, metric
+from fedgraft.report.values import NONE, label, metric, metric_column
 
 _ROWS = 200  # clients; more make the page heavy
 _CELLS = 20_000  # cells of a table; more make the page heavy
@@ -43,7 +43,7 @@ def by_class(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for class_name, cells in _columns(metrics).items():
         rows.append({"class": class_name, **cells})
-    return _even(rows)
+    return _with_same_columns(rows)
 
 
 def _columns(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -57,13 +57,13 @@ def _columns(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
         for name, values in metrics.items():
             if key in values:
                 present[name] = values[key]
-        for name, text in zip(present, column(list(present.values())), strict=True):
+        for name, text in zip(present, metric_column(list(present.values())), strict=True):
             rows[name][label(key)] = text
     return rows
 
 
 def confusion(summary: Mapping[str, Any]) -> str:
-    """Return the confusion matrix of the test images, and the reliability of the confidences."""
+    """Return HTML of the confusion matrix of the test images and of accuracy by confidence; "" without either."""
     parts = []
     names = summary.get("class_names") or []
     counts = summary.get("confusion")
@@ -72,7 +72,7 @@ def confusion(summary: Mapping[str, Any]) -> str:
         parts.append(_heat_table(dict(zip(names, counts, strict=True)), names, corner="true class"))
     bins = summary.get("reliability")
     if bins:
-        accuracies = column([interval["accuracy"] for interval in bins])
+        accuracies = metric_column([interval["accuracy"] for interval in bins])
         rows = []
         for interval, accuracy in zip(bins, accuracies, strict=True):
             rows.append({"mean confidence": f"{100 * interval['confidence']:.0f} %", "accuracy": accuracy})
@@ -105,7 +105,7 @@ def clients(summary: Mapping[str, Any], lines: Rows, image_counts: Counts, names
     table = []
     for name, cells in rows.items():
         table.append({"client": name, **cells})
-    return grid_table(_even(table)) + _truncation_note(len(image_counts), _ROWS)
+    return grid_table(_with_same_columns(table)) + _truncation_note(len(image_counts), _ROWS)
 
 
 def _participation(lines: Rows) -> dict[int, dict[str, Any]]:
@@ -133,7 +133,10 @@ def _participation(lines: Rows) -> dict[int, dict[str, Any]]:
 
 
 def holdings(image_counts: Counts, classes: Sequence[object], names: Sequence[str]) -> str:
-    """Return the table of training images by client and class, with sums."""
+    """Return the table of training images by client and class, with sums, as HTML; "" if they are not known.
+
+    `classes` and `names` are the names of the classes and of the clients.
+    """
     if not image_counts:
         return ""
     row_limit = min(_ROWS, max(1, _CELLS // len(image_counts[0])))
@@ -147,7 +150,10 @@ def holdings(image_counts: Counts, classes: Sequence[object], names: Sequence[st
 
 
 def representations(run: Path, lines: Rows, clients: int) -> str:
-    """Return alignment by client and layer, and the stored mixing matrices, if the algorithm has them."""
+    """Return HTML of alignment by client and layer, and of the mixing matrices stored in the run folder `run`.
+
+    Empty if the algorithm has neither. `lines` are the recorded rounds, `clients` is the number of clients.
+    """
     parts = []
     means = by_client([line for line in lines if line.get("alignment")])
     if means:
@@ -163,7 +169,10 @@ def representations(run: Path, lines: Rows, clients: int) -> str:
 
 
 def dropped(lines: Rows, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one row per client and reason for which its responses were not used, with the rounds."""
+    """Return one row per client and reason for which its responses were not used, with the first ten rounds.
+
+    `names` are the clients' names.
+    """
     rounds: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         for drop in line.get("dropped") or []:
@@ -212,7 +221,7 @@ def _heat_table(
 
 
 def _heat_cell(value: float, largest: float) -> str:
-    """Return one cell, shaded by the square root of its share of the largest, so that small values show."""
+    """Return one cell as HTML, shaded by the square root of its share of `largest`, so that small values are seen."""
     if not value:
         return "<td></td>"
     text = f"{value:.2f}"
@@ -236,8 +245,8 @@ def _name(client: Any, names: Sequence[str]) -> str:
     return str(client)
 
 
-def _even(rows: Rows) -> list[dict[str, Any]]:
-    """Return the rows with the same keys; missing cells are None, or a dash in columns of text."""
+def _with_same_columns(rows: Rows) -> list[dict[str, Any]]:
+    """Return the rows filled up so that all have the same keys; new cells are None, or a dash in columns of text."""
     defaults: dict[str, str | None] = {}
     for row in rows:
         for key, value in row.items():

@@ -36,7 +36,7 @@ LABELS = {
 
 
 def label(key: str) -> str:
-    """Return the label of a key."""
+    """Return how a key of summary.json or metrics.jsonl is written for people."""
     return LABELS.get(key, key.replace(".", " ").replace("_", " "))
 
 
@@ -82,7 +82,10 @@ def _is_share(value: Mapping[str, Any]) -> bool:
 
 
 def decimals(value: Mapping[str, Any]) -> int:
-    """Return the decimals that the interval of a metric supports: 13 of 19 is 68 %, not 68.42 %."""
+    """Return how many decimals of a metric its 95 % interval justifies: 13 of 19 is 68 %, not 68.42 %.
+
+    Two where it has no interval.
+    """
     low = value.get("low")
     high = value.get("high")
     if low is None or high is None or high <= low:
@@ -94,8 +97,8 @@ def decimals(value: Mapping[str, Any]) -> int:
 def metric(value: Mapping[str, Any], digits: int | None = None) -> tuple[str, str]:
     """Return a metric as its number and the evidence for it: image counts and interval.
 
-    `value` has `value`, and `low`, `high`, `n`, `hits`, `unit` if known. Without `digits`, the number has as many
-    decimals as its interval supports.
+    `value` has `value`, and `low`, `high`, `n`, `hits`, `unit` if known. `digits` is the number of decimals; None: as
+    many as the interval justifies.
     """
     scale = 1
     unit = ""
@@ -167,14 +170,14 @@ def format_value(name: str, value: Any) -> str:
     return f"{value:.5g}"
 
 
-def column(values: Sequence[Any]) -> list[str]:
-    """Return the cells of a column of metrics, in as many decimals as all of them support."""
+def metric_column(values: Sequence[Any]) -> list[str]:
+    """Return the texts of a column of metrics, all with the number of decimals that the widest interval justifies."""
     digits: int | None = None
     for value in values:
         if isinstance(value, Mapping):
-            supported = decimals(value)
-            if digits is None or supported < digits:
-                digits = supported
+            justified = decimals(value)
+            if digits is None or justified < digits:
+                digits = justified
     cells = []
     for value in values:
         if value:
@@ -185,7 +188,10 @@ def column(values: Sequence[Any]) -> list[str]:
 
 
 def cell(value: Any, digits: int | None = None) -> str:
-    """Return a metric with its evidence in short: 68 % (13 of 19; 46 to 85 %)."""
+    """Return a metric with its image counts and interval in short: 68 % (13 of 19; 46 to 85 %).
+
+    `digits` is the number of decimals; None: as many as the interval justifies.
+    """
     if not isinstance(value, Mapping):
         return format_value("", value)
     number, evidence = metric(value, digits)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedgraft.config.load import from_folder
-from fedgraft.report.run_record import RunRecord, present
+from fedgraft.report.run_record import RunRecord, current_phases
 from fedgraft.report.values import accuracy, clock, metric, percent, seconds_of, size, total_of
 
 Lines = Sequence[Mapping[str, Any]]
@@ -48,21 +48,20 @@ def watch_run(folder: Path, console: Console, once: bool = False, every: float =
 
 
 def frame(run: RunRecord, width: int = 80) -> RenderableType:
-    """Return the present state of a run as a panel."""
+    """Return the present state of a run as a panel of at most `width` characters, read from its files."""
     config = from_folder(run.path)
     lines = run.metrics()
     status = run.status
     unit = "round"
     total = config.rounds.total
     algorithm = config.algorithm.name
-    if (run.path / "centralized").exists():
+    if config.centralized.active:
         unit = "epoch"
-        total = config.centralized.epochs
         algorithm = "centralized"
     width = max(20, min(width, 110) - 31)  # beside the border, labels, and numbers such as 1.234e-05
     parts: list[RenderableType] = []
     if status == "running":
-        parts += [_row("now", text) for text in present(run.path)]
+        parts += [_row("now", text) for text in current_phases(run.path)]
     parts.append(_progress(lines, unit, total, status, width))
     for key, label, colour, factor in _CURVES:
         values = []
@@ -79,7 +78,7 @@ def frame(run: RunRecord, width: int = 80) -> RenderableType:
 
 
 def _progress(lines: Lines, unit: str, total: int, status: str, width: int) -> RenderableType:
-    """Return the bar of rounds or epochs, with the time left while the run is running."""
+    """Return the bar of `total` rounds or epochs (`unit`), with the time left while the run is running."""
     done = 0
     if lines:
         done = int(lines[-1]["round"])
@@ -92,15 +91,16 @@ def _progress(lines: Lines, unit: str, total: int, status: str, width: int) -> R
 
 
 def time_left(lines: Lines, total: int) -> float:
-    """Return the seconds that the remaining rounds will take, at the mean pace of the last twenty."""
+    """Return the seconds that the rounds up to `total` will take, at the mean pace of the last twenty."""
     recent = [line for line in lines if line["round"]][-_RECENT:]  # nobody trains in round 0
     if not recent:
         return 0.0
-    return sum(map(seconds_of, recent)) / len(recent) * max(0, total - int(lines[-1]["round"]))
+    seconds_per_round = sum(map(seconds_of, recent)) / len(recent)
+    return seconds_per_round * max(0, total - int(lines[-1]["round"]))
 
 
 def _curve(label: str, values: Sequence[float], colour: str, width: int) -> RenderableType:
-    """Return a curve with its range on the left and its last value on the right."""
+    """Return a row: the label and the range of the values, their curve of `width` characters, the last value."""
     scale = [label, _number(max(values)), *[""] * (_HEIGHT - 2), _number(min(values))]
     row = Table.grid(padding=(0, 1))
     row.add_row(
@@ -117,7 +117,7 @@ def _number(value: float) -> str:
 
 
 def braille(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Return the values as a line of braille dots, `width` by `height` characters, each two dots wide and four high."""
+    """Return the curve of the values as `height` lines of `width` braille characters, each two dots wide, four high."""
     levels = _levels(values, 2 * width, 4 * height)
     cells = np.zeros((height, width), dtype=int)
     before = levels[0]
@@ -133,7 +133,7 @@ def braille(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def _levels(values: Sequence[float], columns: int, steps: int) -> list[int]:
-    """Return one height for each column: means of many values, or linear interpolation of few."""
+    """Return one height, 0 to steps - 1, for each column: means of many values, or linear interpolation of few."""
     data = np.asarray(values, dtype=float)
     if len(data) > columns:
         data = np.asarray([part.mean() for part in np.array_split(data, columns)])
@@ -177,7 +177,7 @@ def _clients(lines: Lines) -> RenderableType | None:
 
 
 def _block(value: float, highest: float) -> int:
-    """Return the index of the block for a value, in eighths of the highest."""
+    """Return the index in `_BLOCKS` for a value, in eighths of the highest."""
     if highest <= 0:
         return 0
     return min(7, max(0, int(8 * value / highest)))

@@ -51,7 +51,7 @@ class Adapted:
         return self.setup.task.data.dataset.classes
 
     def base(self) -> VisionNetwork:
-        """Return the plain network the run began with: its backbone and the head it started from."""
+        """Return a new network as the run began with it: its backbone, and the head that the run started from."""
         if self.make_network is None:
             network = build_network(self.setup.config, self.setup.task.data.dataset)
         else:
@@ -68,9 +68,9 @@ class Adapted:
 
 
 def adapted(folder: Path | str, data: bool = True) -> Adapted:
-    """Open the model of a run folder again, from its latest good checkpoint.
+    """Return the run of a folder with its best model, read from its latest good checkpoint.
 
-    Without `data` the run's images need not exist any more.
+    `data`: the run's images are opened too; without it they need not exist any more.
     """
     folder = Path(folder)
     record = RunFolder.open(folder)
@@ -93,7 +93,7 @@ def adapted(folder: Path | str, data: bool = True) -> Adapted:
 
 
 def _other_config(folder: Path, config_digest: str) -> FedgraftError:
-    """Return the error for a folder whose config.toml is not the config of its run."""
+    """Return the error for a folder whose config.toml is not the config of its run, whose digest is `config_digest`."""
     if config_digest.startswith("objects-"):
         return FedgraftError(
             "E-RUN-FROM-OBJECTS",
@@ -111,7 +111,7 @@ def _other_config(folder: Path, config_digest: str) -> FedgraftError:
 
 
 def _without_data(config: Config, latest: Checkpoint) -> Adapted:
-    """Open the model of a checkpoint where the data is missing: the checkpoint names its classes."""
+    """Return the run of a checkpoint without its data; the checkpoint holds the names of the classes."""
     trainable = config.trainable.model_copy(update={"match_norm": None})  # which would measure gradients
     config = config.model_copy(update={"trainable": trainable})
     empty_probe = FeatureExamples(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0)

@@ -99,11 +99,11 @@ class Result:
         return self.predictor.evaluate(data)
 
     def save_pretrained(self, folder: str | Path, kind: str = "merged") -> Path:
-        """Write a folder that `transformers` loads, with the preprocessing of training; or an "adapter" or "edit"."""
+        """Write a folder that `transformers` loads, or by `kind` an "adapter" or "edit"; return the folder."""
         return deliver(self.adapted, self.summary, folder, kind, self.folder.resolve().name)
 
     def module(self) -> nn.Module:
-        """Return the module that was passed to `fg.module`, with the adapted weights."""
+        """Return the module that was passed to `fg.module`, with the adapted weights; raises for any other network."""
         return original(self.network)
 
     @property
@@ -207,7 +207,7 @@ def run(
 
 
 def _clients(clients: FederatedData | Sequence[Any] | None) -> FederatedData:
-    """Return the data by client; raise an error for data that is not divided."""
+    """Return the `clients` of `run` as data divided by client; raise an error for data that is not divided."""
     if isinstance(clients, FederatedData):
         return clients
     if isinstance(clients, list | tuple) and clients:
@@ -226,7 +226,10 @@ def _clients(clients: FederatedData | Sequence[Any] | None) -> FederatedData:
 def _parts(
     algorithm: Algorithm, network: VisionNetwork, data: FederatedData, config: Config, augment: Sequence[str]
 ) -> RunParts:
-    """Return the parts of a run from objects; its identity covers all of them."""
+    """Return the parts of a run from objects; their identity is a digest of all of them.
+
+    The network is copied, so that the caller's is not changed. `augment` names training transforms.
+    """
     network = copy.deepcopy(network).to(device_named(config.device))  # the caller's network is not changed
     algorithm.trainable.check(network)
     transform = transform_for(network, config, augment)
@@ -315,7 +318,10 @@ def _config(
     workers: int,
     options: Mapping[str, Any],
 ) -> Config:
-    """Return the config of a run from objects; the three objects themselves are not in it."""
+    """Return the config of a run from objects: what `run` was passed, and what the algorithm and the data decide.
+
+    `options` are `run`'s keyword options. Algorithm, network and data themselves are not in the config.
+    """
     tables = _tables(options)
     local = {}
     if algorithm.local.lr is not None:
@@ -332,7 +338,12 @@ def _config(
     }
     dp = algorithm.privacy.noise
     if dp is not None:  # the account reads the config
-        noise = {"noise": dp.mechanism.noise, "clip": dp.clip, "adaptive": dp.adaptive is not None, "secret": dp.bound}
+        noise = {
+            "noise": dp.mechanism.noise,
+            "clip": dp.clip,
+            "adaptive": dp.adaptive is not None,
+            "secret": dp.bound_to_sum,
+        }
         sampling = {"sampling": "poisson", "fraction": dp.mechanism.probability}
         base = merge(base, {"privacy": {"dp": noise}, "rounds": sampling})
     config = validate(merge(base, tables))
@@ -381,7 +392,7 @@ def _tables(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_options(table: str, options: Mapping[str, Any], allowed: frozenset[str]) -> None:
-    """Refuse options of a table that the objects decide."""
+    """Raise for options of the config's `table` that the objects decide: all but the `allowed` ones."""
     decided = sorted(set(options) - allowed)
     if decided:
         raise FedgraftError(

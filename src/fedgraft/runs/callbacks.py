@@ -84,7 +84,7 @@ class EarlyStopping(Callback):
         self.evaluations = evaluations
 
     def on_round_start(self, state: ServerState, best: Best) -> StopRun | None:
-        """Stop when the best model is too old. Asked before a round, so that a resumed run stops at the same place."""
+        """Return the stop when the best model is too old; asked before a round, so that resumed runs stop there too."""
         if self.evaluations and best.stale >= self.evaluations:
             return StopRun(f"no improvement in {best.stale} evaluations", final=True)
         return None
@@ -97,7 +97,7 @@ class PrivacyBudget(Callback):
         self.setup = setup
 
     def on_round_start(self, state: ServerState, best: Best) -> StopRun | None:
-        """Stop when the account cannot spend another round."""
+        """Return the stop when the account cannot spend another round, and log it."""
         account = budget(self.setup.config, self.setup.algorithm, state.round)
         if account is None or account.can_spend():
             return None

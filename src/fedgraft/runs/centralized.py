@@ -15,7 +15,7 @@ from fedgraft.runs.tracking import Progress
 
 
 def as_central(config: Config) -> Config:
-    """Return the config with one client that holds everything and trains whole epochs."""
+    """Return a new config in which one client holds all data and trains an epoch a round; `config` stays as it is."""
     options = config.centralized
     if config.partition.without or config.partition.evaluate_only:
         raise FedgraftError(
@@ -57,5 +57,8 @@ def as_central(config: Config) -> Config:
 def run_centralized(
     config: Config, folder: Path, progress: Progress | None = None, console: bool = True
 ) -> dict[str, Any]:
-    """Train on all images in one place and return the summary; resumes like any run."""
+    """Train on all images in one place, in `folder`, and return the summary; resumes like any run.
+
+    `progress` is a display, None: nothing is shown; with `console` the log also goes to the terminal.
+    """
     return run(as_central(config), folder, progress, console)

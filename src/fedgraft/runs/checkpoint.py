@@ -25,6 +25,9 @@ from fedgraft.core.store import DamagedFile, digest_of_chunks, prune, read_verif
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"round-(\d{8,})-([0-9a-f]{32})\.safetensors")
+KEEP_LAST = 5
+KEEP_BEST = 3
+"""Checkpoints of a run that are kept: so many of the latest and of the best."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -67,8 +70,8 @@ def save(
     meta: Mapping[str, Any],
     *,
     best: float | None = None,
-    keep_last: int = 5,
-    keep_best: int = 3,
+    keep_last: int = KEEP_LAST,
+    keep_best: int = KEEP_BEST,
 ) -> Path:
     """Write the state after `round` as a file in `folder`, atomically, and return its path.
 
@@ -126,7 +129,7 @@ def load(path: Path, config_digest: str | None = None) -> Checkpoint:
 
 
 def _bad(code: str, path: Path, problem: str) -> BadCheckpoint:
-    """Return the error for a checkpoint that cannot be used."""
+    """Return the error for a checkpoint that cannot be used; `problem` ends the sentence that its name begins."""
     return BadCheckpoint(code, f"checkpoint {path.name} {problem}", "use an earlier one", path=str(path))
 
 
@@ -162,7 +165,10 @@ def listing(folder: Path) -> list[Path]:
 def _encode(
     round: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], best: float | None
 ) -> list[bytes | memoryview]:
-    """Return the file in chunks: length, header, then views of the tensors' own memory, so nothing large is copied."""
+    """Return the bytes of a checkpoint file in chunks: length, header, then views of the tensors' own memory.
+
+    Nothing large is copied. `best` is the validation score for the header, None: it has none.
+    """
     metadata = json.dumps({"round": round, "best": best, "meta": dict(meta)}, sort_keys=True, separators=(",", ":"))
     entries: dict[str, Any] = {"__metadata__": {"fedgraft": metadata}}
     contents: list[bytes | memoryview] = []
@@ -202,7 +208,7 @@ def _stored_score(path: Path) -> float | None:
 
 
 def _round(path: Path) -> int:
-    """Return the round in the name of a checkpoint."""
+    """Return the number of the round in the file name of a checkpoint."""
     return int(path.name.split("-")[1])
 
 

@@ -19,7 +19,10 @@ from fedgraft.server.secure_sum import Sums
 
 
 def ncm_head(sums: Sums) -> Tensor:
-    """Return the normalised class means (classes, width+1), without bias; a class's sum has its mean's direction."""
+    """Request the sums by class and return the normalised class means as a head (classes, width+1) without bias.
+
+    Sums are enough: a class's sum has the direction of its mean.
+    """
     return class_mean_head(sums.ask(action_named("class_sums"))["cross"])
 
 
@@ -43,16 +46,19 @@ def unit(rows: Tensor) -> Tensor:
 
 
 def client_class_sums(sums: Sums) -> Tensor:
-    """Return every client's sums by class, (clients, width+1, classes)."""
-    check_clear(sums.privacy.collects_sum)
+    """Request every client's sums by class and return them, (clients, width+1, classes).
+
+    Raises under secure aggregation, which hides them.
+    """
+    refuse_hidden_cof(sums.privacy.collects_sum)
     responses = sums.each(action_named("class_sums"))
     return torch.stack([response.sums["cross"] for response in responses])
 
 
-def check_clear(hidden: bool, alternative: str = "model.head='ncm'") -> None:
-    """Refuse FedCOF where `hidden`: the server sees only sums over clients.
+def refuse_hidden_cof(hidden: bool, alternative: str = "model.head='ncm'") -> None:
+    """Raise if `hidden`: FedCOF needs what each client sends, and the server sees only sums over clients.
 
-    `alternative` is the option that works there.
+    `alternative` is the option that works there, for the hint.
     """
     if hidden:
         raise FedgraftError(

@@ -20,7 +20,10 @@ Summary = Mapping[str, Any]
 
 
 def export_run(folder: Path | str, to: Path | str, kind: str = "merged") -> Path:
-    """Export the adapted model of a run folder as one of `KINDS`; the run's images need not exist any more."""
+    """Write the adapted model of a run folder into the new folder `to`, as one of `KINDS`, and return that folder.
+
+    The run's images need not exist any more.
+    """
     check_free(Path(to))  # before anything is loaded
     record = RunFolder.open(folder)
     summary: Summary = {}
@@ -46,12 +49,18 @@ def deliver(run: Adapted, summary: Summary, to: Path | str, kind: str = "merged"
 
 
 def _merged(run: Adapted, card: Card, to: Path, name: str) -> Path:
-    """Write the adapted network, low-rank factors merged, with the preprocessing of its training."""
+    """Write the adapted network, low-rank factors merged, with the preprocessing of its training; return `to`.
+
+    `name`, the run's, is not used here.
+    """
     return export_model(run.plain(), to, run.classes, run.setup.task.transform.preprocessor, card.text())
 
 
 def _adapter(run: Adapted, card: Card, to: Path, name: str) -> Path:
-    """Write only the low-rank factors and the head, as a folder that `PeftModel.from_pretrained` loads on the base."""
+    """Write only the low-rank factors and the head, as a folder that `PeftModel.from_pretrained` loads on the base.
+
+    Return the folder. `name`, the run's, is not used here.
+    """
     from fedgraft.models.adapter import export_adapter
 
     base = run.base()
@@ -60,7 +69,10 @@ def _adapter(run: Adapted, card: Card, to: Path, name: str) -> Path:
 
 
 def _edit(run: Adapted, card: Card, to: Path, name: str) -> Path:
-    """Write what training changed in the base as one small file, `adapted.edit`."""
+    """Write the difference of the adapted network to its base as one small file, `adapted.edit`, in the folder `to`.
+
+    `name` is the run's, which the edit is called after. Return the folder.
+    """
     edit = edit_of(run, name)
     with atomic_folder(to) as new_folder:
         edit_file.save_edit(edit, new_folder / "adapted.edit")
@@ -100,7 +112,7 @@ def card_of(run: Adapted, summary: Summary) -> Card:
 
 
 def _data(run: Adapted, summary: Summary) -> str:
-    """Return the card's sentences about the data."""
+    """Return the model card's sentences about the training data."""
     classes = f"Classes: {', '.join(run.classes)}."
     data = summary.get("data")
     if not data:
@@ -119,7 +131,7 @@ def _delivered(summary: Summary) -> str:
 
 
 def _metrics(summary: Summary) -> dict[str, object]:
-    """Return the rows of the card's table of metrics, those of the test first."""
+    """Return the rows of the card's table of metrics by name, those of the test first."""
     test = summary.get("test") or {}
     rows: dict[str, object] = {}
     if "accuracy" in test:

@@ -39,7 +39,10 @@ HALF = 1e-3
 
 
 def plain_space(run: Adapted, base: VisionNetwork) -> EditSpace:
-    """Return the run's coordinates by the names of the plain network; low-rank factors become merged weights."""
+    """Return the trained coordinates of a run as an edit space of `base`, a network without adapters.
+
+    Where the run trained low-rank factors, these are the weights that the factors are merged into.
+    """
     space = run.opened.space
     layers = lora.adapter_layers(run.network)
     if not layers:
@@ -52,12 +55,12 @@ def plain_space(run: Adapted, base: VisionNetwork) -> EditSpace:
 
 
 def edit_of_run(folder: Path | str, last: bool = False) -> Edit:
-    """Return what a run changed in its base, by its best model or its last; low-rank factors are merged."""
+    """Return the difference of a run's best model, or with `last` its last one, to its base; factors are merged."""
     return edit_of(adapted(folder, data=False), Path(folder).resolve().name, last)
 
 
 def edit_of(run: Adapted, name: str, last: bool = False) -> Edit:
-    """Return what an opened run changed in its base, by its best model or, with `last`, its last.
+    """Return the difference of an opened run's best model or, with `last`, its last one to its base, called `name`.
 
     The chosen model stays loaded in the run's network. Raises if it equals the base.
     """
@@ -75,7 +78,7 @@ def edit_of(run: Adapted, name: str, last: bool = False) -> Edit:
 
 
 def _no_edit(name: str, last: bool) -> FedgraftError:
-    """Return the error for a run whose model is the one it began with."""
+    """Return the error for a run, called `name`, whose best (or last) model is the one it began with."""
     model = "best"
     hint = "fedgraft edit save --last takes the model of its last round"
     if last:
@@ -131,7 +134,10 @@ def _classes_of_head(edit: Edit) -> int | None:
 
 
 def apply_to_folder(edit: Edit, base: EditBase, to: Path, scale: float = 1.0) -> Path:
-    """Write base + scale * edit as a `transformers` folder; a base the edit does not fit is refused."""
+    """Write base + scale * edit as the new `transformers` folder `to` and return it.
+
+    Raises for a base that the edit does not fit.
+    """
     from fedgraft.models.export import export_model
 
     network, names, preprocessor = base.load(edit)

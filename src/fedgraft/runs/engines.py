@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
@@ -28,7 +28,7 @@ log = logging.getLogger("fedgraft")
 class Remote(Protocol):
     """An engine whose clients are on other machines, to which the tensors of the edit space must be sent."""
 
-    memory: dict[int, ClientMemory]
+    memory: MutableMapping[int, ClientMemory]
     sent: int
     received: int
     """Bytes of all messages so far, whatever for."""
@@ -49,13 +49,13 @@ class Engines:
         self._pools: WeakSet[Pool] = WeakSet()
 
     def preparing(self, context: ClientContext) -> AnyEngine:
-        """Return an engine for requests before the first round; never a batched one."""
+        """Return the engine for requests before the first round: the remote one, or a new one here, never batched."""
         if self.remote is not None:
             return self.remote
         return self._make(self.setup.algorithm, context, preparing=True)
 
     def training(self, algorithm: Algorithm, context: ClientContext) -> AnyEngine:
-        """Return the engine of the rounds on this machine."""
+        """Return a new engine for the rounds, where all clients are on this machine; log which one and why."""
         choice = self.choice(algorithm, context)
         name = "reference"
         if choice.mode == "batched":
@@ -64,7 +64,10 @@ class Engines:
         return self._make(algorithm, context)
 
     def _make(self, algorithm: Algorithm, context: ClientContext, preparing: bool = False) -> AnyEngine:
-        """Return the chosen engine; a pool is remembered so that its workers can be ended."""
+        """Return a new engine of the kind that `choice` chooses; a pool is remembered so that `close` ends its workers.
+
+        `preparing`: it is for requests before the first round.
+        """
         choice = self.choice(algorithm, context, preparing)
         if choice.mode == "batched":
             return Batched(algorithm, context)

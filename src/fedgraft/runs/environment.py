@@ -60,7 +60,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what changed between two starts and may change the bytes of a result, one phrase each."""
+    """Return a phrase for each fact that differs between two `machine_facts` and may change the bytes of a result."""
     facts_that_matter = ("python", "processor", "threads", "gpu", "revision")
     packages_before = before.get("packages", {})
     packages_now = now.get("packages", {})
@@ -81,7 +81,10 @@ def _changes(names: Iterable[str], before: Mapping[str, Any], now: Mapping[str, 
 
 @cache
 def installed(package: str) -> str | None:
-    """Return the version of a package without importing it; cached, because reading metadata is slow."""
+    """Return the version of a package without importing it, None if it is not installed.
+
+    Cached, because reading metadata is slow.
+    """
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -89,7 +92,7 @@ def installed(package: str) -> str | None:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the name of the processor as the system reports it."""
+    """Return the name of the processor as the system reports it, on Linux in the file `cpuinfo`."""
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(errors="replace").splitlines():
             if line.startswith("model name"):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import json_ready, logging_to, make_folder, repair
+from fedgraft.core.files import drop_incomplete_line, json_ready, logging_to, make_folder
 from fedgraft.core.store import LockTaken, locked, write_all, write_text
 from fedgraft.report.run_record import RunRecord
 
@@ -44,7 +44,10 @@ class RunFolder(RunRecord):
 
     @classmethod
     def create(cls, path: Path | str, config_text: str, config_digest: str) -> RunFolder:
-        """Return the folder of this config, made if need be; raise an error if it belongs to another one."""
+        """Return the folder `path` as that of this config, created if need be, with `config_text` as its config.toml.
+
+        Raises if the folder holds something else, or a run with another `config_digest`.
+        """
         run = cls(path)
         make_folder(run.path, "--folder")
         with run._locked():
@@ -79,7 +82,7 @@ class RunFolder(RunRecord):
             self._end = ("interrupted", "")
             self._set_status("running")
             self._record_environment()
-            repair(self.metrics_path)
+            drop_incomplete_line(self.metrics_path)
             self._metrics = os.open(self.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 yield
@@ -120,7 +123,7 @@ class RunFolder(RunRecord):
         self._synced = time.monotonic()
 
     def rewind(self, round: int | None) -> None:
-        """Remove the metrics of later rounds than this one; None removes them all."""
+        """Delete the lines of later rounds than `round` from metrics.jsonl; None deletes them all."""
         texts = []
         for line in self.metrics():
             if round is not None and line.get("round", 0) <= round:
@@ -157,8 +160,11 @@ class RunFolder(RunRecord):
             self.rewind(latest.round)
         return latest
 
-    def mend(self) -> None:
-        """Let a finished run whose last checkpoint is missing or damaged be continued; it ends in the same bytes."""
+    def reopen_if_damaged(self) -> None:
+        """Mark a finished run as interrupted if its last checkpoint is missing or damaged, so that it can be continued.
+
+        It then ends in the same bytes.
+        """
         from fedgraft.runs import checkpoint
 
         latest = checkpoint.load_latest(self.checkpoints, self.config_digest)
@@ -188,12 +194,12 @@ class RunFolder(RunRecord):
         )
 
     def _record_failure(self, status: str, reason: str = "") -> None:
-        """Record how a run ended that did not finish; if that cannot be written, it counts as interrupted."""
+        """Write the status and reason of a run that did not finish; if that fails, it counts as interrupted."""
         with contextlib.suppress(FedgraftError):  # the error that ended the run is the one to report
             self._set_status(status, reason)
 
     def _writable(self) -> int:
-        """Return the descriptor of the metrics file."""
+        """Return the descriptor of the open metrics file; raise outside `writing()`."""
         if self._metrics is None:
             raise FedgraftError(
                 "E-RUN-FOLDER-CLOSED",
@@ -242,5 +248,5 @@ class RunFolder(RunRecord):
         self._write_json("run.json", state)
 
     def _write_json(self, name: str, value: Any) -> None:
-        """Replace a JSON file of the folder."""
+        """Replace the JSON file `name` of the folder."""
         write_text(self.path / name, json.dumps(value, indent=2) + "\n")

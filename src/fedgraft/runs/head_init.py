@@ -30,7 +30,7 @@ from fedgraft.metrics.evaluate import Evaluation
 from fedgraft.metrics.scores import predicted_classes
 from fedgraft.runs.closed_form import client_class_sums, cof_heads, ncm_head
 from fedgraft.runs.engines import Engines
-from fedgraft.runs.open_run import claims_of
+from fedgraft.runs.open_run import example_counts_of
 from fedgraft.runs.setup import RunSetup
 from fedgraft.runs.tensor_cache import cached_tensors
 from fedgraft.server.collect import Engine
@@ -73,9 +73,9 @@ def install(network: Network, head: Tensor) -> None:
 
 
 def ridge_head(sums: Sums, penalty: float | None, scorer: HeadScorer) -> tuple[Tensor, float]:
-    """Return the ridge head (classes, width + 1) and its penalty; the clients' statistics are summed for it.
+    """Request the sum of the clients' statistics and return the ridge head (classes, width + 1) and its penalty.
 
-    `penalty` None: it is chosen on validation images by the scorer.
+    `penalty` None: it is chosen by the scorer's accuracy.
     """
     statistics = sums.ask(action_named("statistics"))
     penalties = GRID if penalty is None else (penalty,)
@@ -114,8 +114,9 @@ def solve(gram: Tensor, cross: Tensor, penalty: float) -> Tensor:
 
 
 def probe_head(sums: Sums, steps: int, decay: float = 1e-3, damping: float = 1e-4) -> Tensor:
-    """Return a head by logistic regression with L-BFGS; every evaluation is one sum of losses and gradients.
+    """Return a head by logistic regression with L-BFGS; every evaluation requests one sum of losses and gradients.
 
+    `steps` is the most iterations, `decay` the L2 penalty on whitened features, `damping` is added to their covariance.
     It is fitted on whitened features (mean and covariance come from the summed statistics), where all directions have
     the same scale: a few dozen evaluations then do what thousands would do on raw features. The result is mapped back.
     """
@@ -233,8 +234,7 @@ def sum_counts(responses: Sequence[Response], example_counts: ExampleCounts, spl
 
 
 def calibrate_temperature(head: Tensor, scorer: HeadScorer) -> Tensor:
-    """Return the head scaled so that its softmax is calibrated: least squares gives directions, not log-odds.
-
+    """Return the head times the scale with the least loss by the scorer: least squares gives directions, not log-odds.
     It is the smallest scale within one standard error of the best: half a nat in the likelihood of all images (Wilks
     1938). Few images that are all right would like an endless scale: a head sure of everything, without a gradient.
     """
@@ -249,7 +249,7 @@ def calibrate_temperature(head: Tensor, scorer: HeadScorer) -> Tensor:
 
 @torch.inference_mode()
 def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
-    """Return the pooled features of these rows, on the CPU."""
+    """Return the pooled features of these rows, (rows, width), on the CPU; the network is left in evaluation mode."""
     network.eval()
     device = next(network.parameters()).device
     batches = []
@@ -262,7 +262,7 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
 def install_head(setup: RunSetup, engines: Engines) -> InitialModel | None:
     """Make a head from the clients' sums (or take a cached one), write it into the network, and measure it.
 
-    Return None where the config keeps the random start.
+    Return its accuracy, loss and traffic; None where the config keeps the random head. Worker processes are ended.
     """
     if setup.config.head == "random":
         return None
@@ -286,7 +286,7 @@ def install_head(setup: RunSetup, engines: Engines) -> InitialModel | None:
 
 
 def _head_recipe(setup: RunSetup) -> list[str]:
-    """Return everything that a cached head depends on: method, backbone, data, who takes part, rounding."""
+    """Return the words that a cached head is stored under: everything that it depends on."""
     model_options = setup.config.model.model_dump_json(include={"ridge", "probe_steps", "head_clients"})
     network = setup.task.network
     return [
@@ -329,12 +329,15 @@ def own_starts(setup: RunSetup, engines: Engines, space: EditSpace, initial: Ini
 
 
 def _scorer(setup: RunSetup, engines: Engines) -> HeadScorer:
-    """Return what measures heads: on the server's images, or on those that clients hold out."""
+    """Return the scorer of heads: on the server's images, or by requests on those that clients hold out.
+
+    Without validation images the server measures on its first 1,000 training images.
+    """
     data = setup.task.data
     context = setup.backbone_context
     if data.blind:
         engine = engines.preparing(context)
-        return RemoteScorer(engine, setup.federation.run, setup.federation.founders, claims_of(data))
+        return RemoteScorer(engine, setup.federation.run, setup.federation.founders, example_counts_of(data))
     rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]
     features = features_of(setup.task.network, context.examples, rows)
     return LocalScorer(features, setup.task.train_images.labels[rows])

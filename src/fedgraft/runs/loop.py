@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,24 +15,29 @@ from torch import Tensor
 
 from fedgraft.config.load import Config, to_toml
 from fedgraft.core.capabilities import Capability
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import check_place
+from fedgraft.core.interrupts import InterruptMonitor
 from fedgraft.core.progress import phase, shown_by, watching
 from fedgraft.core.state import ServerState, from_tensors, to_tensors
 from fedgraft.local.memory import one_thread
 from fedgraft.report import representation_figures
+from fedgraft.runs import memory_store, personal_store
 from fedgraft.runs.callbacks import Callback, Checkpoints, EarlyStopping, PrivacyBudget, StopRun
 from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
+from fedgraft.runs.estimate import require_disk
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.head_init import InitialModel, install, install_head, own_starts
 from fedgraft.runs.measure import Measure
+from fedgraft.runs.memory_store import MemoryStore
 from fedgraft.runs.open_run import OpenRun, open_run
 from fedgraft.runs.personal_store import PersonalStore, first_models
 from fedgraft.runs.plan import check_setup
 from fedgraft.runs.reporting import log_round, report_run, summary_of, write_phases, write_skipped
 from fedgraft.runs.round_log import RoundLog
-from fedgraft.runs.saving import Best, pack_run, protection_label, saved_edit
+from fedgraft.runs.saving import Best, client_stores, pack_run, protection_label, saved_edit
 from fedgraft.runs.secrets import read_or_draw_secret, store_secret, without_cohort_size
 from fedgraft.runs.setup import SECRET_BYTES, RunSetup, setup_of
 from fedgraft.runs.trackers import tracker_named
@@ -128,7 +133,7 @@ def is_finished(folder: Path) -> bool:
 def _first_stop(answers: Iterable[tuple[Callback, StopRun | None]]) -> StopRun | None:
     """Return the first final stop, else the first stop, with the callback's name in its reason; None to go on.
 
-    Every callback is called, also behind one that stops: each sees every round.
+    `answers` are the callbacks with what each returned. All are read, so that each callback is called every round.
     """
     stops = []
     for callback, stop in answers:
@@ -166,7 +171,7 @@ class _Tally:
 
 
 class _Run:
-    """A run under way: the steps of `go` as methods."""
+    """A run under way in this process: head, rounds, checkpoints and final test as the methods that `go` calls."""
 
     def __init__(
         self,
@@ -195,7 +200,10 @@ class _Run:
         """Seconds outside the rounds, since this process began."""
 
     def _all_callbacks(self, progress: Progress, callbacks: Sequence[Callback]) -> list[Callback]:
-        """Return the callbacks of this run in the order in which they are called."""
+        """Return all callbacks of this run in the order in which they are called.
+
+        They are the config's trackers, the display `progress`, the user's `callbacks`, then stopping and checkpoints.
+        """
         options = self.config.rounds
         every = options.checkpoint_every
         if self.remote is not None:
@@ -225,7 +233,7 @@ class _Run:
 
     def _train_and_test(self) -> dict[str, Any]:
         """Begin or resume, run the rounds, test the best model; return the summary."""
-        checkpoint = self.record.resume(self._check_personal_store)
+        checkpoint = self.record.resume(self._open_client_files)
         last_round = None if checkpoint is None else checkpoint.round
         self.log = RoundLog(self.record.path, self.setup.identity, self.secret, last_round)
         write_skipped(self.record.path, self.setup.task.data)
@@ -245,7 +253,10 @@ class _Run:
     # ---- before the first round
 
     def _begin(self) -> ServerState:
-        """Make the head, open the edit space, and measure the state before round 1: the start is on every curve."""
+        """Make the head, open the edit space, measure the model before round 1 and record it; return its state.
+
+        Writes round 0 to the metrics and the log, and the first checkpoint.
+        """
         began = time.perf_counter()
         algorithm = self.setup.algorithm
         initial = install_head(self.setup, self.engines)
@@ -254,7 +265,7 @@ class _Run:
         state = server.start(algorithm, space.gather(self.setup.task.network), space.trained)
         state = replace(state, personal=self._first_personal_models(state, initial))
         measurement = self.measure.validation(state.vector, 0)
-        line: dict[str, Any] = {"round": 0, "seconds": {}, **self.measure.line(measurement)}
+        line: dict[str, Any] = {"round": 0, "seconds": {}, **self.measure.metrics_entries(measurement)}
         tally = self.tally
         if algorithm.privacy.delivers_best_round:  # else only a model that private training made is delivered
             score = self.measure.score(measurement)
@@ -275,17 +286,24 @@ class _Run:
         return state
 
     def _first_personal_models(self, state: ServerState, initial: InitialModel | None) -> Mapping[int, Tensor]:
-        """Return the models that clients start with where each has its own, on disk if they are large."""
-        megabytes = self.setup.federation.clients * len(state.vector) * 4 / 1e6
+        """Return the vectors that clients with models of their own start from, by client; on disk if they are large.
+
+        `initial` is the model with the common head.
+        """
+        needed = self.setup.federation.clients * len(state.vector) * 4
         has_personal_models = Capability.PERSONAL_MODELS in self.setup.algorithm.provides
-        on_disk = has_personal_models and megabytes > self.config.rounds.personal_memory_mb
+        on_disk = has_personal_models and needed > self._limit_in_memory
         if on_disk:
-            log.info("the clients' models (%.0f MB) are stored on disk", megabytes)
+            require_disk(needed, self.record.path, "the clients' models")
+            log.info("the clients' models (%.0f MB) are stored on disk", needed / 1e6)
         starts = own_starts(self.setup, self.engines, self.opened.space, initial)
-        return first_models(self.record.path / "personal", len(state.vector), starts, on_disk)
+        return first_models(self.record.path / personal_store.KIND, len(state.vector), starts, on_disk)
 
     def _open(self, saved: Mapping[str, Tensor] | None) -> None:
-        """Open the edit space and the engine of the rounds."""
+        """Open the edit space, the engine of the rounds and the measurement, as attributes of this object.
+
+        `saved` are the edit space's tensors in a checkpoint; None in a new run. Remote clients get them in a message.
+        """
         self.opened = open_run(self.setup, self.engines, saved)
         self.engine: AnyEngine
         if self.remote is None:
@@ -296,6 +314,8 @@ class _Run:
             self.engine = self.remote
         if self.wrap is not None:
             self.engine = self.wrap(self.setup, self.opened, self.engine)
+        if self.remote is None:
+            self.engine.memory = self._empty_memories()
         self.measure = Measure(self.setup, self.opened, self.engine)
 
     # ---- rounds
@@ -305,24 +325,28 @@ class _Run:
 
         An interrupt saves the state before the round under way. Raises if no response of any round could be used.
         """
-        while state.round < self.config.rounds.total:
-            best = self.tally.best
-            self.stop = _first_stop((callback, callback.on_round_start(state, best)) for callback in self.callbacks)
-            if self.stop is not None:
-                break
-            memories_before = dict(self.engine.memory)
-            tally_before = self.tally
-            try:
-                state = self._one_round(state)
-            except KeyboardInterrupt:  # half a round must not leave traces: save as it was before
-                self.engine.memory = memories_before
-                self.tally = tally_before
-                self._save(state)
-                raise
-            for callback in self.callbacks:
-                callback.on_round_committed(state)
-            if self.stop is not None:
-                break
+        with InterruptMonitor() as interrupts:
+            while state.round < self.config.rounds.total:
+                best = self.tally.best
+                self.stop = _first_stop((callback, callback.on_round_start(state, best)) for callback in self.callbacks)
+                if self.stop is not None:
+                    break
+                memories_before = _copied(self.engine.memory)
+                tally_before = self.tally
+                try:
+                    interrupts.raise_if_interrupted()
+                    state = self._one_round(state)
+                except KeyboardInterrupt:  # half a round must not leave traces: save as it was before
+                    self.engine.memory = memories_before
+                    self.tally = tally_before
+                    self._save(state)
+                    raise
+                for callback in self.callbacks:
+                    callback.on_round_committed(state)
+                if self.saved_round != state.round and self._files_want_checkpoint(state):
+                    self._save(state)
+                if self.stop is not None:
+                    break
         if state.round == self.config.rounds.total:
             self.stop = None  # a stop after the last round is its usual end
         if self.stop is not None:
@@ -337,7 +361,7 @@ class _Run:
         return state
 
     def _one_round(self, state: ServerState) -> ServerState:
-        """Run one round and its evaluation if one is due; write its line into the record."""
+        """Run one round and its evaluation if one is due; write its line to metrics and log; return the new state."""
         began = time.perf_counter()
         setup = self.setup
         options = self.config.rounds
@@ -345,7 +369,7 @@ class _Run:
         new_state, summary = run_round(
             setup.algorithm, setup.federation, state, self.engine, self.opened.server_context
         )
-        representation_figures.keep_mixing(self.record.path, self.config, summary)
+        representation_figures.store_mixing(self.record.path, self.config, summary)
         line = log_round(summary, new_state.round)
         is_due = bool(options.evaluate_every) and new_state.round % options.evaluate_every == 0
         if is_due or new_state.round == options.total:
@@ -362,7 +386,7 @@ class _Run:
         return new_state
 
     def _note_unused(self, summary: RoundSummary, line: Mapping[str, Any]) -> None:
-        """Remember why no answer could be used so far; end a run whose updates are all infinite."""
+        """Remember why no answer could be used so far; raise if every client's update is infinite or not a number."""
         reasons = {rejection.client: rejection.reason for rejection in summary.rejections}
         skipped = bool(line.get("skipped"))
         if self.tally.unused != "":  # no round has had a usable answer yet; where answers are private none is skipped
@@ -397,7 +421,7 @@ class _Run:
         """
         began = time.perf_counter()
         measurement = self.measure.validation(state.vector, state.round)
-        line |= self.measure.line(measurement)
+        line |= self.measure.metrics_entries(measurement)
         best = self.tally.best
         score = self.measure.score(measurement)
         improved = score > best.score + self.config.rounds.min_delta
@@ -414,20 +438,23 @@ class _Run:
         return replace(state, losses=(*state.losses, measurement.plain.loss))
 
     def _finish(self, state: ServerState) -> dict[str, Any]:
-        """Return the summary; the test set is seen here, once, with the best model by validation."""
+        """Test the best model by validation and return the summary; the test images are used here only.
+
+        Clients may be asked to measure on images of their own.
+        """
         traffic_before = self._traffic()
         best = self.tally.best.vector
         delivered = state.vector if best is None else best
         tested: dict[str, Any] = {}
         if self.config.rounds.test:
-            tested = self.measure.tested(delivered, state.round)
+            tested = self.measure.summarise_test(delivered, state.round)
         lines = self.record.metrics()
         summary = summary_of(self.setup, self.opened, state, self.tally.best, lines)
         summary |= tested
         if self.stop is not None and not self.stop.final:
             summary["stopped"] = self.stop.reason
         summary["seconds"] = self.tally.seconds
-        summary |= self.measure.served(state, delivered)
+        summary |= self.measure.summarise_personal(state, delivered)
         self.tally = self.tally.with_bytes(self._traffic(traffic_before))
         for key, total in self.tally.totals.items():
             summary[key] = total
@@ -441,34 +468,57 @@ class _Run:
     # ---- saving and restoring
 
     def _save(self, state: ServerState) -> None:
-        """Write a checkpoint of the state."""
+        """Write a checkpoint of the run at this state, with the clients' memories, and call the callbacks."""
         began = time.perf_counter()
         best = self.tally.best
-        tensors, meta = pack_run(self.setup, self.opened, state, self.engine.memory, best)
+        stores = self._stores_on_disk(state)
+        memories = self.engine.memory
+        if memory_store.KIND in stores:
+            memories = {}  # a checkpoint refers to memories in files
+        tensors, meta = pack_run(self.setup, self.opened, state, memories, best)
         meta |= {"totals": self.tally.totals, "seconds": self.tally.seconds, "unused": self.tally.unused}
-        store = state.personal if isinstance(state.personal, PersonalStore) else None
-        if store is not None:
-            meta["personal"] = store.sealed()
+        for kind, store in stores.items():
+            meta[kind] = store.sealed()
         score_if_best = best.score if best.round == state.round else None
         path = self.record.save_checkpoint(state.round, tensors, meta, best=score_if_best)
         self.saved_round = state.round
-        if store is not None:
+        for store in stores.values():
             store.release(self.record.checkpoints)
         seconds = time.perf_counter() - began
         self.phases["checkpoints"] = self.phases.get("checkpoints", 0.0) + seconds
         for callback in self.callbacks:
             callback.on_checkpoint(path, state)
 
-    def _check_personal_store(self, checkpoint: Checkpoint) -> None:
-        """Open the personal models on disk that a checkpoint names into `self.store`.
+    def _empty_memories(self) -> MemoryStore:
+        """Return the place for what clients remember: in memory, and on disk once it is large."""
+        return MemoryStore(self.record.path / memory_store.KIND, self._limit_in_memory)
 
-        Raise `BadCheckpoint` if damaged.
+    @property
+    def _limit_in_memory(self) -> float:
+        """Bytes of all clients' models, and of all clients' memories, beyond which they lie on disk."""
+        return self.config.rounds.personal_memory_mb * 1e6
+
+    def _stores_on_disk(self, state: ServerState) -> dict[str, PersonalStore | MemoryStore]:
+        """Return the stores of clients' files that this state refers to, by their word in a checkpoint's meta."""
+        stores: dict[str, PersonalStore | MemoryStore] = {}
+        if isinstance(state.personal, PersonalStore):
+            stores[personal_store.KIND] = state.personal
+        memories = self.engine.memory
+        if isinstance(memories, MemoryStore) and memories.on_disk:
+            stores[memory_store.KIND] = memories
+        return stores
+
+    def _files_want_checkpoint(self, state: ServerState) -> bool:
+        """Return whether a checkpoint now would spare much disk in the next round."""
+        next_writes = self.setup.federation.per_round
+        return any(store.wants_checkpoint(next_writes) for store in self._stores_on_disk(state).values())
+
+    def _open_client_files(self, checkpoint: Checkpoint) -> None:
+        """Open the files that a checkpoint names into `self.personal_models` and `self.memories`; None without such.
+
+        Raise `BadCheckpoint` if one is damaged.
         """
-        self.store: PersonalStore | None = None
-        if "personal" in checkpoint.meta:
-            length = len(checkpoint.tensors["vector"])
-            folder = self.record.path / "personal"
-            self.store = PersonalStore.restore(folder, length, checkpoint.meta["personal"])
+        self.personal_models, self.memories = client_stores(self.record.path, checkpoint, self._limit_in_memory)
 
     def _restore(self, checkpoint: Checkpoint) -> ServerState:
         """Return the state of a checkpoint; the head that the run began with goes back into the network first."""
@@ -477,12 +527,22 @@ class _Run:
         install(self.setup.task.network, tensors["head"])
         self._open(saved_edit(tensors))
         state, memories = from_tensors(checkpoint.round, tensors, meta)
-        self.engine.memory = dict(memories)
+        if self.memories is not None:
+            self.engine.memory = self.memories
+        else:
+            self.engine.memory.update(memories)
         self.saved_round = checkpoint.round
         best = Best(**meta["best"], vector=tensors.get("best/vector"))
         totals = meta["totals"]
         self.tally = _Tally(best, totals["bytes_up"], totals["bytes_down"], float(meta["seconds"]), meta["unused"])
         log.info("resumed after round %d", state.round)
-        if self.store is None:
+        if self.personal_models is None:
             return state
-        return replace(state, personal=self.store)
+        return replace(state, personal=self.personal_models)
+
+
+def _copied(memories: MutableMapping[int, ClientMemory]) -> MutableMapping[int, ClientMemory]:
+    """Return a mapping with the same memories that later changes do not reach; no tensor is copied."""
+    if isinstance(memories, MemoryStore):
+        return memories.copy()
+    return dict(memories)

@@ -89,14 +89,14 @@ def whole_mask(network: VisionNetwork, space: EditSpace) -> Mask:
 
 
 def layer_name(network: VisionNetwork, name: str) -> str:
-    """Return the layer of a parameter in words."""
+    """Return the layer of the parameter `name` in words: "embeddings", "block 3", "final norm" or "head"."""
     block = network.block_of(name)
     special = {-1: "embeddings", network.depth: "final norm", network.depth + 1: "head"}
     return special.get(block, f"block {block}")
 
 
 def _density_figures(runs: Sequence[MaskedRun], out: Path) -> list[Path]:
-    """Draw the percentage of weights that is trained, by layer and by kind of tensor."""
+    """Draw the percentage of weights that is trained, by layer and by kind of tensor; return the files in `out`."""
     by_layer: dict[str, dict[str, float]] = {}
     by_kind: dict[str, dict[str, float]] = {}
     for run in runs:
@@ -113,7 +113,10 @@ def _density_figures(runs: Sequence[MaskedRun], out: Path) -> list[Path]:
 
 
 def _density_figure(file: Path, groups: Mapping[str, Mapping[str, float]], dimension: str) -> Path:
-    """Draw the percentage of weights that is trained by groups of one dimension."""
+    """Draw the percentage of weights that is trained, by run and group, and return `file`.
+
+    `groups` are run -> group -> percent, `dimension` says in words what the groups are ("layer").
+    """
     title = f"Share of weights that are trained, by {dimension}"
     return bars(file, groups, xlabel=dimension, ylabel="trained (%)", title=title)
 
@@ -137,7 +140,7 @@ def _density(mask: Mask, group_of: Callable[[str], object], order: Callable[[str
 
 
 def _trained_groups(by_label: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the densities without the groups that no run trains."""
+    """Return run -> group -> density without the groups that no run trains; `by_label` has all of them."""
     trained: set[str] = set()
     for densities in by_label.values():
         trained.update(group for group, percent in densities.items() if percent)
@@ -148,7 +151,10 @@ def _trained_groups(by_label: Mapping[str, Mapping[str, float]]) -> dict[str, di
 
 
 def _overlap_figures(runs: Sequence[MaskedRun], out: Path) -> list[Path]:
-    """Draw the Jaccard index between runs of one network, and between the clients of each run with own masks."""
+    """Draw the Jaccard index between runs of one network, and between the clients of each run with own masks.
+
+    Return the files in `out`.
+    """
     files = []
     masks = {run.label: run.mask for run in runs if run.mask is not None}
     networks = {str(mask.shapes) for mask in masks.values()}
@@ -163,13 +169,13 @@ def _overlap_figures(runs: Sequence[MaskedRun], out: Path) -> list[Path]:
 
 
 def _overlap_figure(file: Path, masks: Mapping[str, Mask], title: str) -> Path:
-    """Draw the Jaccard index of each pair of masks."""
+    """Draw the Jaccard index of each pair of masks as a heat map and return `file`."""
     labels = (list(masks), list(masks))
     return heatmap(file, overlap(list(masks.values())).numpy(), title=title, scale="Jaccard index", labels=labels)
 
 
 def _validation_figures(runs: Sequence[MaskedRun], out: Path) -> list[Path]:
-    """Draw validation accuracy and loss over rounds."""
+    """Draw validation accuracy and loss over rounds; return the files in `out`."""
     files = []
     for key, ylabel, factor in (("accuracy", "validation accuracy (%)", 100), ("loss", "validation loss", 1)):
         series = {}
@@ -185,7 +191,7 @@ def _validation_figures(runs: Sequence[MaskedRun], out: Path) -> list[Path]:
 
 
 def _traffic_figures(runs: Sequence[MaskedRun], out: Path) -> list[Path]:
-    """Draw test accuracy against traffic for runs that are finished."""
+    """Draw test accuracy against traffic for runs that are finished; return the file in `out`, if there is one."""
     points = {}
     for run in runs:
         summary = run.folder.summary()

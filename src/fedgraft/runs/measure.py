@@ -85,8 +85,8 @@ class Measure:
             return measurement.plain.accuracy
         return metrics.select_value(measurement.sums, select, self.classes)
 
-    def line(self, measurement: Measurement) -> dict[str, Any]:
-        """Return what a line of metrics.jsonl says of a measurement."""
+    def metrics_entries(self, measurement: Measurement) -> dict[str, Any]:
+        """Return the entries of a measurement in a line of metrics.jsonl: accuracy, loss, top5 and further metrics."""
         plain = measurement.plain
         line: dict[str, Any] = {"accuracy": plain.accuracy, "loss": plain.loss, "top5": plain.top5}
         if measurement.sums:
@@ -98,8 +98,11 @@ class Measure:
             line["metrics"] = further
         return line
 
-    def tested(self, vector: Tensor, round: int) -> dict[str, Any]:
-        """Measure the delivered model on the test images; return what summary.json says of it."""
+    def summarise_test(self, vector: Tensor, round: int) -> dict[str, Any]:
+        """Measure the delivered model on the test images and return the entries of summary.json about it.
+
+        `round` is the last one of the run: where clients hold the test images, those that were still there are asked.
+        """
         measurement = self.test(vector, round)
         summary: dict[str, Any] = {"test": asdict(measurement.plain)}
         if self.metric_names:
@@ -109,7 +112,7 @@ class Measure:
             summary["class_names"] = list(self.classes)
         return summary
 
-    def served(self, state: ServerState, best: Tensor) -> dict[str, Any]:
+    def summarise_personal(self, state: ServerState, best: Tensor) -> dict[str, Any]:
         """Let every client measure its model on its own test images, where the config or its metrics ask for that.
 
         Return the entries of summary.json: `personal`, mean and spread of their accuracies, and `clients`, each one's
@@ -133,13 +136,16 @@ class Measure:
         return summary
 
     def validation(self, vector: Tensor, round: int) -> Measurement:
-        """Measure the common model on the validation images (on the clients' training images if there are none)."""
+        """Return the common model's measurement on the validation images (on training images if there are none).
+
+        Where clients hold these images, those that take part in `round` are asked; else the model stays in the network.
+        """
         if self.setup.task.data.blind:
             return self._measure_at_clients(vector, round, "validation")
-        return self._measure_here(vector, self.opened.context.examples, self.setup.judging_rows)
+        return self._measure_here(vector, self.opened.context.examples, self.setup.evaluation_rows)
 
     def test(self, vector: Tensor, round: int) -> Measurement:
-        """Measure the common model on the test images."""
+        """Return the common model's measurement on the test images; `round` as in `validation`."""
         if self.setup.task.data.blind:
             return self._measure_at_clients(vector, round, "test")
         tests = self.opened.context.tests
@@ -147,23 +153,23 @@ class Measure:
         return self._measure_here(vector, tests, torch.arange(len(tests.labels)))
 
     def _measure_here(self, vector: Tensor, examples: Examples, rows: Tensor) -> Measurement:
-        """Measure a model on images that the server has."""
+        """Return a model's measurement on images that the server has; the model stays loaded in the network."""
         context = self.opened.context
         context.load_model(vector)
-        self.setup.ready(examples, rows)
+        self.setup.cache_features(examples, rows)
         plain, sums = evaluate_with_sums(
             context.network, examples, rows, threads=self.setup.threads, scores=self.needs_sums
         )
         return Measurement(plain, sums)
 
     def _measure_at_clients(self, vector: Tensor, round: int, split: str) -> Measurement:
-        """Measure the common model on the images of a split that the clients hold; they send counts and sums only.
+        """Return the common model's measurement on images of a split that the clients hold; they send sums only.
 
         Requests go to the clients that take part in this round.
         """
         federation = self.setup.federation
         candidates = federation.evaluated if split == "test" else federation.members
-        clients = [client for client in candidates if federation.there(client, round)]
+        clients = [client for client in candidates if federation.takes_part(client, round)]
         if self.needs_sums and self.setup.algorithm.privacy.collects_sum:
             return self._measure_by_hidden_sum(vector, round, split, clients)
         classes = self.setup.task.network.classes
@@ -184,7 +190,7 @@ class Measure:
         return Measurement(plain, scores.merge_scores(sums, classes))
 
     def _measure_by_hidden_sum(self, vector: Tensor, round: int, split: str, clients: Sequence[int]) -> Measurement:
-        """Measure the common model by a secure sum of these clients' scores on the split; the result is cached.
+        """Return the common model's measurement by a secure sum of these clients' scores on the split; it is cached.
 
         `round` numbers the sum, which clients serve once.
         """
@@ -221,12 +227,15 @@ class Measure:
 
         fields = {}
         for prefix in prefixes:
-            for name, shape in scores.shapes(classes).items():
+            for name, shape in scores.sum_layouts(classes).items():
                 fields[f"{prefix}{name}"] = Field(shape.shape, torch.float64, shape.limit)
         return fields, implausible
 
     def personal(self, state: ServerState) -> tuple[dict[str, float], dict[str, Any]]:
-        """Let every client measure its model on its own test images; return mean and spread, and each one's metrics."""
+        """Ask every client to measure its model on its own test images.
+
+        Return mean and spread of their accuracies, and the metrics by client name ({} where none are computed).
+        """
         responses, _ = self.evaluated(state)
         by_client = self.each(responses) if self.metric_names else {}
         return accuracy_spread(responses), by_client
@@ -245,10 +254,10 @@ class Measure:
         }
         if self.metric_names:
             settings["scores"] = True
-        common_tensors = self.setup.algorithm.aggregate.gives(state)
+        common_tensors = self.setup.algorithm.aggregate.request_tensors(state)
         requests = []
         for client in federation.evaluated:
-            if not federation.there(client, state.round) or not len(data.test_rows(client)):
+            if not federation.takes_part(client, state.round) or not len(data.test_rows(client)):
                 continue
             model = state.model_of(client)
             space = self.opened.space.digest
@@ -273,7 +282,7 @@ class Measure:
         return responses, rejections
 
     def each(self, responses: Sequence[Response]) -> dict[str, Any]:
-        """Return the metrics of each client by its name."""
+        """Return the metrics of each response by client name; those after fine-tuning begin with "finetuned_"."""
         classes = self.classes
         by_client: dict[str, Any] = {}
         for response in sorted(responses, key=lambda response: response.client):
@@ -295,7 +304,7 @@ def _without_prefix(sums: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor
 def report(sums: Mapping[str, Tensor], chosen: Sequence[str], classes: Sequence[str]) -> dict[str, Any]:
     """Return the chosen metrics as summary.json holds them: value, interval, images; None where one is undefined.
 
-    `sums` are those of `metrics.scores`, `classes` the names of the classes.
+    `sums` are those of `metrics.scores`, `chosen` the names of metrics, `classes` those of the classes.
     """
     cells: dict[str, Any] = {}
     for name, metric in metrics.compute(sums, classes).items():
@@ -325,9 +334,12 @@ def tables(sums: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
 
 
 def validated_sums(response: Response, classes: int) -> dict[str, Tensor]:
-    """Return a client's sums for metrics; refuse wrong shapes, negative counts and sums over different images."""
+    """Return a client's sums for metrics by name; raise for wrong shapes, impossible counts and sums that disagree.
+
+    `classes` is the number of classes.
+    """
     sums: dict[str, Tensor] = {}
-    for name in scores.shapes(classes):
+    for name in scores.sum_layouts(classes):
         tensor = response.sums.get(name)
         if tensor is None or not scores.is_plausible_sum(name, tensor, classes):
             raise FedgraftError(

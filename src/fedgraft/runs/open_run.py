@@ -77,7 +77,7 @@ def open_run(
     saved: Mapping[str, Tensor] | None = None,
     probe: FeatureExamples | None = None,
 ) -> OpenRun:
-    """Open the edit space of a run: choose what trains on its network, and make the contexts of clients and server.
+    """Choose what trains on the network of a run, and return its edit space with the contexts of clients and server.
 
     Args:
         engines: carry out requests to the clients, where the trainable kind asks for some (a mask is calibrated). None:
@@ -110,7 +110,7 @@ def open_run(
         space = EditSpace(space.parts)
     rate_factor = 1.0
     if config.trainable.match_norm is not None:
-        ratio = norm_ratio(network, space, task.eval_images, setup.judging_rows[:256])
+        ratio = norm_ratio(network, space, task.eval_images, setup.evaluation_rows[:256])
         rate_factor = min(config.trainable.match_norm, ratio)
         log.info("update-norm matching: the learning rate is raised %.2f times", rate_factor)
     entry = task.entry_for(space.first_block(network), config)
@@ -151,7 +151,7 @@ def open_run(
         active=trainable.active,
         origin=context.origin,
         align=lambda answers: align(setup, context, answers, entry),
-        example_counts=claims_of(task.data),
+        example_counts=example_counts_of(task.data),
         layers=layer_ranges(network, space, algorithm.weighting.options.get("layers", ())),
         aggregate=trainable.aggregate,
         rate_factor=rate_factor,
@@ -159,8 +159,8 @@ def open_run(
     return OpenRun(trainable, context, server_context, head)
 
 
-def claims_of(data: FederatedData) -> ExampleCounts:
-    """Return the number of images of each client, as far as the server knows or was told."""
+def example_counts_of(data: FederatedData) -> ExampleCounts:
+    """Return a new record of the clients' numbers of images: as dealt here, or as remote clients reported them."""
     return ExampleCounts(data.sizes_by_client(), dealt=data.rows_known)
 
 
@@ -211,12 +211,15 @@ class FederationAsk:
     def each(
         self, action: str, vector: Tensor, settings: Mapping[str, Scalar], coordinates: int
     ) -> Mapping[int, Mapping[str, Tensor]]:
-        """Return by client the mask over this many coordinates that it chose itself."""
+        """Send the `action` to each client and return, by client, the mask over `coordinates` that it chose itself.
+
+        `vector` is the model and `settings` the options of the request. Masks of an unusual size are dropped.
+        """
         sums = self._sums
         requests = []
         for client in sums.clients:
             requests.append(Request(sums.run, -1, client, action, "", vector, {}, dict(settings)))
-        expected = expected_mask(requests, claims_of(self.setup.task.data), coordinates)
+        expected = expected_mask(requests, example_counts_of(self.setup.task.data), coordinates)
         responses = masks_of_usual_share(valid_responses(sums.exchange, requests, expected))
         return {response.client: response.evidence for response in responses}
 
@@ -230,7 +233,7 @@ class FederationAsk:
 
 
 def calibration_identity(setup: RunSetup) -> list[str]:
-    """Return everything that a result of the clients' data and the whole network depends on."""
+    """Return the words that a cached result of the clients' data and the whole network is stored under."""
     task = setup.task
     return [
         digest(task.network),
@@ -253,12 +256,15 @@ def probe_entry(setup: RunSetup, entry: int) -> int:
 
 
 def _placed(probe: FeatureExamples, entry: int) -> FeatureExamples:
-    """Return a probe from another machine, which came without its entry."""
+    """Return the probe of another machine's message with the block `entry` where it enters, which it came without."""
     return FeatureExamples(probe.features, probe.labels, entry)
 
 
 def _probe(setup: RunSetup, entry: int, count: int, purpose: str, *place: int) -> FeatureExamples:
-    """Return `count` validation images, drawn for this purpose and place, computed up to their entry."""
+    """Return `count` validation images, computed up to the block where a probe enters.
+
+    They are drawn by the run's random stream of this purpose and place. `entry` is where the clients' images enter.
+    """
     rows = setup.task.data.validation_rows
     images = setup.task.at_entry(setup.task.eval_images, probe_entry(setup, entry))
     order = torch.randperm(len(rows), generator=torch_stream(setup.config.seed, purpose, *place))
@@ -267,7 +273,10 @@ def _probe(setup: RunSetup, entry: int, count: int, purpose: str, *place: int) -
 
 
 def make_probe(setup: RunSetup, entry: int) -> FeatureExamples | None:
-    """Return the validation images that all clients have in common where an algorithm compares representations."""
+    """Return the probe: validation images that all clients get where an algorithm compares representations; else None.
+
+    `entry` is the block where the clients' images enter the network.
+    """
     if not setup.probe_size:
         return None
     return _probe(setup, entry, setup.probe_size, "probe")
@@ -282,7 +291,7 @@ def align(setup: RunSetup, context: ClientContext, answers: Answers, entry: int)
     options = setup.algorithm.weighting.options
     probe = _probe(setup, entry, int(options["probe"]), "secret_probe", answers.round)
     assert answers.start is not None
-    context.release()
+    context.forget_binding()
 
     def bases(vector: Tensor) -> list[Tensor]:
         """Return a basis of the representations of each layer under this model."""

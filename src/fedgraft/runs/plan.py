@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -16,14 +17,20 @@ from fedgraft.config.load import Config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Payload, Response, wire_size
 from fedgraft.core.progress import phase
+from fedgraft.data.pixels.store import ImageStore
+from fedgraft.data.sources.assemble import Store
 from fedgraft.edit.sparse import Sparse
-from fedgraft.report.display import size
+from fedgraft.report.values import clock, size
 from fedgraft.runs.engines import Engines
+from fedgraft.runs.estimate import Estimate, estimate_run, require_room
 from fedgraft.runs.open_run import OpenRun, open_run
 from fedgraft.runs.reporting import setup_line
 from fedgraft.runs.setup import SECRET_BYTES, Circumstances, RunParts, RunSetup, parts_from_config
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import sample as server
+
+DECODED_BY_PLAN = 2_000
+"""Number of images up to which a plan decodes all of them."""
 
 
 def check_setup(setup: RunSetup) -> None:
@@ -46,12 +53,12 @@ def check_setup(setup: RunSetup) -> None:
 
 
 def plan_run(config: Config) -> list[str]:
-    """Return the lines of `--dry-run`: what trains, the data, the local work, the bytes, and warnings.
+    """Return the lines of `--dry-run`: what trains, the data, the local work, bytes, memory, disk, time, and warnings.
 
-    The network and the data are loaded, nothing is trained. Bytes are exact for one message; totals assume that every
-    client answers.
+    The network and the data are loaded; a few images are decoded and trained on, to measure memory and time. Bytes are
+    exact for one message; totals assume that every client answers. A run that cannot fit is refused.
     """
-    parts = _without_calibration(parts_from_config(config))
+    parts = _without_stored_images(_without_calibration(parts_from_config(config)))
     setup = RunSetup.build(parts, Circumstances(secret=os.urandom(SECRET_BYTES)))  # nothing of a plan is released
     check_setup(setup)
     engines = Engines(setup)
@@ -71,8 +78,29 @@ def plan_run(config: Config) -> list[str]:
         f"bytes: {size(down)} down and {size(up)} up per client and round; {size(down * exchanges)} down and "
         f"{size(up * exchanges)} up in all{_head_bytes(setup)}",
     ]
+    estimate = estimate_run(setup, opened, engines)
+    require_room(estimate, Path.cwd())
+    lines += _estimate_lines(estimate)
     for warning in warnings_for(setup, opened, engines):
         lines.append(f"warning: {warning}")
+    return lines
+
+
+def _estimate_lines(estimate: Estimate) -> list[str]:
+    """Return what the run will need of memory, disk and time, as lines of the plan."""
+    memory = f"memory: about {size(estimate.host_bytes)}"
+    if estimate.device_bytes:
+        memory += f", and {size(estimate.device_bytes)} on the device"
+    lines = [memory]
+    if estimate.disk_bytes:
+        parts = [f"{size(count)} for {purpose}" for purpose, count in estimate.disk_bytes.items()]
+        lines.append(f"disk: at most {', '.join(parts)}")
+    longest = sorted(estimate.seconds.items(), key=lambda item: -item[1])
+    parts = [f"{purpose} {clock(seconds)}" for purpose, seconds in longest if seconds >= 1]
+    time_line = f"time: about {clock(estimate.total_seconds)} on this machine"
+    if len(parts) > 1:
+        time_line += f" ({', '.join(parts)})"
+    lines.append(time_line)
     return lines
 
 
@@ -83,6 +111,26 @@ def _without_calibration(parts: RunParts) -> RunParts:
         return parts
     random_mask = replace(trainable, strategy="random", per_client=False, merge="score_mean")
     return replace(parts, algorithm=vary(parts.algorithm, trainable=random_mask))
+
+
+def _without_stored_images(parts: RunParts) -> RunParts:
+    """Return the parts whose images are decoded one by one as the plan needs them, where there are many.
+
+    A plan must not wait until all images are decoded, nor fill the disk. Of few images all are decoded, so that the
+    plan refuses those that cannot be read.
+    """
+    data = parts.task.data
+    dataset = replace(
+        data.dataset, train=_decoded_when_used(data.dataset.train), test=_decoded_when_used(data.dataset.test)
+    )
+    return replace(parts, task=replace(parts.task, data=replace(data, dataset=dataset)))
+
+
+def _decoded_when_used(store: Store) -> Store:
+    """Return the store, without stored pixels if it has many images."""
+    if isinstance(store, ImageStore) and len(store) > DECODED_BY_PLAN:
+        return replace(store, keeps_pixels=False)
+    return store
 
 
 def _message_bytes(setup: RunSetup, opened: OpenRun) -> tuple[int, int]:

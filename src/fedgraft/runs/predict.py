@@ -19,7 +19,7 @@ from fedgraft.data.labelled import Labelled
 from fedgraft.data.pixels.rule import Unreadable
 from fedgraft.data.pixels.transforms import Transform, rule_for
 from fedgraft.data.sources import Dataset, open_path
-from fedgraft.data.sources.assemble import readable
+from fedgraft.data.sources.assemble import without_unreadable
 from fedgraft.local.features import evaluate_batch
 from fedgraft.metrics import scores
 from fedgraft.metrics.metrics import Metric, compute
@@ -124,7 +124,7 @@ class Predictor:
         return predictions
 
     def measure(self, examples: Examples, skipped: Sequence[tuple[str, str]] = ()) -> ModelMetrics:
-        """Return every metric of this model on these images; `skipped` are images left out before, for the result."""
+        """Return every metric of this model on these examples; `skipped` images are only passed on to the result."""
         classes = len(self.classes)
 
         def batch_sums(rows: Tensor) -> dict[str, Tensor]:
@@ -151,13 +151,13 @@ class Predictor:
         outputs = {class_name: output for output, class_name in enumerate(self.classes)}
         self._check_classes(labelled, name)
         skipped: list[tuple[str, str]] = list(dataset.skipped)
-        examples = examples_of(readable(labelled, skipped, self.transform.rule), self.transform)
+        examples = examples_of(without_unreadable(labelled, skipped, self.transform.rule), self.transform)
         output_of_label = torch.tensor([outputs.get(class_name, -1) for class_name in labelled.classes])
         examples.labels = output_of_label[examples.labels]
         return self.measure(examples, skipped)
 
     def _check_classes(self, labelled: Labelled, name: str) -> None:
-        """Refuse images of a class that the model does not know."""
+        """Raise if images have a class that the model does not know; `name` is that of the data, for the error."""
         present = np.asarray(labelled.classes)[np.unique(labelled.labels)].tolist()
         unknown = sorted(set(present) - set(self.classes))
         if unknown:

@@ -17,10 +17,11 @@ ADAPTIVE_HEAD_RATE = 0.001
 
 
 def with_default_rates(algorithm: Algorithm, curvature: float | None = None, from_random: bool = False) -> Algorithm:
-    """Return the algorithm with its learning rates written out: what was left open gets what suits the kind.
+    """Return the algorithm with all learning rates set: those that no option sets get a default.
 
     The head's rate is a twentieth of the inverse of its `curvature`; where that is unknown, or steps are adaptive, a
-    constant. Normalised updates and control variates divide by one number of steps for all weights: one rate.
+    constant. `from_random`: the head starts at random, which takes a larger one. Normalised updates and control
+    variates divide by one number of steps for all weights, so there the head has no rate of its own.
     """
     local = algorithm.local
     head_rate = HEAD if curvature is None else 0.05 / curvature

@@ -26,7 +26,7 @@ PHASES_FILE = "phases.json"
 
 
 def write_phases(folder: Path, seconds: Mapping[str, float]) -> None:
-    """Write the seconds outside the rounds, and the most memory this process and its largest child process held."""
+    """Write phases.json: `seconds` by phase outside the rounds, and peak memory (this process, its largest child)."""
     megabytes = {
         "this process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "largest child process": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024,
@@ -36,7 +36,7 @@ def write_phases(folder: Path, seconds: Mapping[str, float]) -> None:
 
 
 def report_run(record: RunFolder, setup: RunSetup) -> None:
-    """Write the report of a finished run."""
+    """Write the report and the figures of a finished run into its folder."""
     data = setup.task.data
     try:
         write_report(record.path, partition=data.histogram(), classes=data.dataset.classes, clients=data.client_names)
@@ -51,7 +51,7 @@ def report_run(record: RunFolder, setup: RunSetup) -> None:
 
 
 def setup_line(setup: RunSetup, opened: OpenRun) -> str:
-    """Return one line for the log: what trains, who takes part, from where images enter."""
+    """Return one line for people: the algorithm, how many weights train, who takes part, where images enter, rates."""
     federation = setup.federation
     total = _parameters(setup)
     models = "one model"
@@ -139,7 +139,7 @@ def note_of(start: float | None, best: Best, rounds: int, private: bool, images:
 
 
 def _hint(start: float, private: bool, images: int) -> str:
-    """Return what may help where no round beat the start."""
+    """Return a sentence on what may help where no round beat the start; arguments as in `note_of`."""
     has_few_images = 0 < images < FEW
     if start == 1 and not private:
         subject = "these images:"
@@ -156,7 +156,10 @@ def _hint(start: float, private: bool, images: int) -> str:
 def summary_of(
     setup: RunSetup, opened: OpenRun, state: ServerState, best: Best, lines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what summary.json says of a run but for its test, its traffic and its time."""
+    """Return the entries of summary.json except those of the test, the traffic and the time.
+
+    `lines` are the recorded rounds, `best` the model that is delivered.
+    """
     config = setup.config
     algorithm = setup.algorithm
     data = setup.task.data
@@ -167,7 +170,7 @@ def summary_of(
             break
     validation_images = 0
     if not data.blind and config.select == "accuracy":
-        validation_images = len(setup.judging_rows)
+        validation_images = len(setup.evaluation_rows)
     is_private = not algorithm.privacy.delivers_best_round
     summary = {
         "kind": config.kind,
@@ -186,7 +189,7 @@ def summary_of(
 
 
 def log_round(summary: RoundSummary, round: int) -> dict[str, Any]:
-    """Log which clients were dropped and why nothing changed; return the round's line."""
+    """Log which clients were dropped, and why if the model did not change; return the entries of the round's line."""
     for rejection in summary.rejections:
         log.warning("round %d: client %d dropped: %s", round, rejection.client, rejection.reason)
     if summary.record.get("skipped"):

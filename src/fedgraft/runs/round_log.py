@@ -19,7 +19,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.core.files import json_ready, read_metrics, repair, without_timing
+from fedgraft.core.files import drop_incomplete_line, json_ready, read_metrics, without_timing
 from fedgraft.core.store import write_text
 from fedgraft.runs import checkpoint
 from fedgraft.runs.checkpoint import BadCheckpoint
@@ -65,7 +65,7 @@ def line_digest(line: Mapping[str, Any]) -> str:
 
 
 def _text(entry: Mapping[str, Any]) -> str:
-    """Return the one spelling of an entry that is hashed."""
+    """Return an entry as canonical JSON, the text that is hashed."""
     return json.dumps(entry, sort_keys=True, separators=(",", ":"))
 
 
@@ -98,7 +98,7 @@ class RoundLog:
         public_key = ""
         if self.signing_key is not None:
             public_key = self.signing_key.public_key().public_bytes_raw().hex()
-        repair(self.path)
+        drop_incomplete_line(self.path)
         texts = [self._line({"run": run, "key": public_key})]
         if after is not None and self.path.is_file():
             for line in _read_lines(self.path)[1:]:
@@ -107,7 +107,7 @@ class RoundLog:
         write_text(self.path, "".join(texts))
 
     def _line(self, entry: Mapping[str, Any]) -> str:
-        """Return the next line, chained to the one before and signed."""
+        """Return the next line, signed and chained to the one before, and make its hash the latest."""
         self.hash = _chained_hash(self.hash, entry)
         signature = ""
         if self.signing_key is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,11 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.config.build import budget
 from fedgraft.config.options import Config
 from fedgraft.core.state import Memories, ServerState, to_tensors
+from fedgraft.runs import memory_store, personal_store
+from fedgraft.runs.checkpoint import Checkpoint
+from fedgraft.runs.memory_store import MemoryStore
 from fedgraft.runs.open_run import OpenRun
+from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.runs.setup import RunSetup
 
 UNMEASURED = -1e9
@@ -63,18 +68,36 @@ def saved_edit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
+def client_stores(folder: Path, saved: Checkpoint, limit: float = 0) -> tuple[PersonalStore | None, MemoryStore | None]:
+    """Return the clients' models and memories that a checkpoint of the run in `folder` names; None: it holds them.
+
+    `limit` is that of `MemoryStore`. Raise `BadCheckpoint` if a file is missing or damaged.
+    """
+    models = None
+    memories = None
+    if personal_store.KIND in saved.meta:
+        length = len(saved.tensors["vector"])
+        models = PersonalStore.restore(folder / personal_store.KIND, length, saved.meta[personal_store.KIND])
+    if memory_store.KIND in saved.meta:
+        memories = MemoryStore.restore(folder / memory_store.KIND, limit, saved.meta[memory_store.KIND])
+    return models, memories
+
+
 def protection_label(algorithm: Algorithm) -> str:
-    """Return how a round's updates were protected, for its line in the log."""
+    """Return how a round's updates are protected, in words, for its line in the log."""
     return ", ".join(algorithm.privacy.labels()) or "none"
 
 
 def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what differential privacy has spent and what its account does not cover; empty without it."""
+    """Return {"privacy": what `rounds` rounds have spent and what that does not cover}; {} without privacy noise.
+
+    `lines` are the recorded rounds, in which aborted secure sums are counted.
+    """
     account = budget(config, algorithm, rounds)
     if account is None or config.privacy.dp is None:
         return {}
     noise = algorithm.privacy.noise
-    follows_secret = noise is not None and noise.bound
+    follows_secret = noise is not None and noise.bound_to_sum
     record: dict[str, Any] = {
         "epsilon": account.epsilon,
         "epsilon_without_amplification": account.unamplified,

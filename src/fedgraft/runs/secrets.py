@@ -54,6 +54,7 @@ def store_secret(folder: Path, secret: bytes, needed: bool) -> None:
 
 
 def _unusable(path: Path, reason: str) -> FedgraftError:
+    """Return the error for a secret file that cannot be read or written."""
     return FedgraftError(
         "E-RUN-SECRET-DAMAGED",
         f"{path} cannot be used as the run's secret ({reason})",

@@ -39,7 +39,7 @@ from fedgraft.metrics.metrics import check_metric
 from fedgraft.models.network import VisionNetwork
 from fedgraft.privacy.dp import simulation_key
 from fedgraft.privacy.protection import Private
-from fedgraft.runs.closed_form import check_clear
+from fedgraft.runs.closed_form import refuse_hidden_cof
 from fedgraft.runs.rates import head_curvature, with_default_rates
 from fedgraft.runs.task import Task
 from fedgraft.runs.trackers import require
@@ -98,7 +98,10 @@ class RunSetup:
 
     @classmethod
     def build(cls, parts: RunParts, circumstances: Circumstances | None = None) -> RunSetup:
-        """Return the setup of these parts with their open values filled in; raise an error if it cannot work."""
+        """Return the setup of these parts with what only a run knows: keys of noise, default rates, who takes part.
+
+        For training, the head's curvature is measured on some images. Raises if the run cannot work.
+        """
         circumstances = circumstances or Circumstances()
         config = parts.config
         task = parts.task
@@ -109,7 +112,7 @@ class RunSetup:
                 curvature = head_curvature(task, algorithm)
             algorithm = with_default_rates(algorithm, curvature, from_random=config.head == "random")
         cohort_secret = b""
-        if algorithm.privacy.noise is not None and algorithm.privacy.noise.bound:
+        if algorithm.privacy.noise is not None and algorithm.privacy.noise.bound_to_sum:
             cohort_secret = _derived(circumstances.secret, "cohorts")
         membership: dict[str, Any] = {}
         if not parts.from_objects:
@@ -147,7 +150,7 @@ class RunSetup:
         return self.task.data
 
     @cached_property
-    def judging_rows(self) -> Tensor:
+    def evaluation_rows(self) -> Tensor:
         """Rows of the training images to measure on: the validation images, or the clients' where none are held out.
 
         Images of clients that do not train are not used to choose the best model either.
@@ -198,23 +201,26 @@ class RunSetup:
             return 1
         return workers or cores()
 
-    def ready(self, examples: Examples, rows: Tensor) -> None:
+    def cache_features(self, examples: Examples, rows: Tensor) -> None:
         """Compute the features of these rows that are not cached yet, in several processes, and store them.
 
-        Does nothing where `examples` are not cached features.
+        Does nothing where `examples` are not cached features, or this process may use one thread only.
         """
         if isinstance(examples, CachedExamples) and self.threads > 1:
             prepare_features(examples, rows, self.threads)
 
     @cached_property
     def backbone_context(self) -> ClientContext:
-        """The context of head initialisation: the untouched backbone's features, cached on disk for all runs."""
+        """The context of head initialisation: the untouched backbone's features, cached on disk for all runs.
+
+        Reading it first computes those that are not cached yet.
+        """
         task = self.task
         cached = task.at_entry(task.eval_images, task.network.depth, self._reused_images())
         rows = [task.data.train_rows]
         if self.config.model.head_clients < 1 and task.data.rows_known:
             rows = [task.data.rows(client) for client in self.head_clients]
-        self.ready(cached, torch.cat([*rows, task.data.validation_rows]))
+        self.cache_features(cached, torch.cat([*rows, task.data.validation_rows]))
         return replace(task.whole(cached, self.config.seed), policies=self.policies)
 
     @property
@@ -272,16 +278,19 @@ class RunSetup:
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """The policies that clients check requests against: those of the config; none for objects."""
+        """The policies of the config that clients check requests against.
+
+        Empty for a run from objects: then clients check what the algorithm implies.
+        """
         if self.from_objects:
             return ()
         return policies_of(self.config, self.algorithm)
 
 
 def parts_from_config(config: Config, data: FederatedData | None = None) -> RunParts:
-    """Return the objects that a config names; the data is read and the network loaded.
+    """Return the objects that a config names; reads the data and loads the network onto the config's device.
 
-    `data` replaces the config's where it lies elsewhere.
+    `data` takes the place of the config's, where clients on other machines hold it.
     """
     identity = config.digest
     algorithm = build_algorithm(config)
@@ -322,7 +331,7 @@ def setup_of(
 
 
 def minimum_answers(config: Config, deployed: bool) -> int:
-    """Return how many answers a round needs: two by default on other machines, because one alone is no mean."""
+    """Return how many answers a round needs; by default one, and two if `deployed`, because one alone is no mean."""
     if config.rounds.minimum_answers:
         return config.rounds.minimum_answers
     if deployed and config.engine != "flower-sim":
@@ -331,7 +340,7 @@ def minimum_answers(config: Config, deployed: bool) -> int:
 
 
 def _require_metrics_and_clients(parts: RunParts) -> None:
-    """Refuse a metric that these classes do not have, and several clients where training is in one place."""
+    """Raise for a metric that these classes do not have, and for several clients where training is in one place."""
     check_metric(parts.config.select, parts.task.data.dataset.classes)
     trains_in_one_place = not {Capability.EXCHANGE, Capability.PERSONAL_MODELS} & parts.algorithm.provides
     clients = parts.config.partition.clients
@@ -350,7 +359,7 @@ def _with_noise_key(
     dp = algorithm.privacy.noise
     if dp is None:
         return algorithm
-    follows_secret = dp.bound
+    follows_secret = dp.bound_to_sum
     if circumstances.deployed and config.privacy.dp is not None and config.engine != "flower-sim":
         if data.blind:
             raise FedgraftError(
@@ -373,7 +382,7 @@ def _with_noise_key(
     else:
         key = simulation_key(config.seed)
     assert isinstance(algorithm.privacy, Private)
-    keyed = replace(dp, key=key, bound=follows_secret)
+    keyed = replace(dp, key=key, bound_to_sum=follows_secret)
     return vary(algorithm, privacy=replace(algorithm.privacy, dp=keyed))
 
 
@@ -420,7 +429,7 @@ def _rounds_by_number(rounds: dict[str, int], option: str, data: FederatedData) 
 
 
 def clients_left_out(config: Config, data: FederatedData) -> frozenset[int]:
-    """Return the numbers of the clients that nothing is made from."""
+    """Return the numbers of the clients that never train: those of `without` and `evaluate_only`."""
     partition = config.partition
     excluded = set(numbers_of(partition.without, "without", data).values())
     excluded |= set(numbers_of(partition.evaluate_only, "evaluate_only", data).values())
@@ -465,7 +474,7 @@ def with_closed_form_head(config: Config, algorithm: Algorithm) -> Config:
     alternative = "model.head='ncm'"
     if closed_form:
         alternative = "algorithm.name='fedncm'"
-    check_clear("cof" in (closed_form, config.head) and algorithm.privacy.collects_sum, alternative)
+    refuse_hidden_cof("cof" in (closed_form, config.head) and algorithm.privacy.collects_sum, alternative)
     if not closed_form:
         return config
     if "head" in config.model.model_fields_set and config.model.head != closed_form:
@@ -479,7 +488,11 @@ def with_closed_form_head(config: Config, algorithm: Algorithm) -> Config:
 
 
 def transform_for(network: VisionNetwork, config: Config, augment: Sequence[str] | None = None) -> Transform:
-    """Return how images reach this network: by its own preprocessing where its folder names one, else cropped."""
+    """Return the transform of images for this network: resizing, augmentation in training, normalisation.
+
+    The config's choices come first, then what the network was trained with. `augment` names training transforms; None:
+    those of the config.
+    """
     rule = rule_for(network, config.data.resize, config.data.grey_window)
     mean, std = STATISTICS.get(config.data.normalise, (network.mean, network.std))
     training_transforms = tuple(config.data.augment if augment is None else augment)

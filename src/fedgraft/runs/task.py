@@ -76,7 +76,10 @@ class Task:
         return np.concatenate([client_rows, np.setdiff1d(all_rows, client_rows)])
 
     def entry_for(self, first_block: int, config: Config) -> int:
-        """Return the last entry before the first block that trains: the layers below stay the same all run long."""
+        """Return the last block before `first_block`, the first that trains, at which cached outputs can enter.
+
+        0: images enter as pixels, because caching is off or training changes the images or the layers below.
+        """
         body_finetuned = config.personal.finetune_epochs > 0 and config.personal.finetune_part != "head"
         if not config.data.cache_features or body_finetuned:
             return 0
@@ -88,7 +91,7 @@ class Task:
         return entry
 
     def whole(self, examples: Examples, seed: int) -> ClientContext:
-        """Return a client context over all weights, for requests before the edit space is chosen."""
+        """Return a context in which clients work on `examples` with all weights, before the edit space is chosen."""
         all_weights = select(self.network, lambda name: True)
         held_out = self.data.validation_rows
         return ClientContext(self.network, all_weights, examples, self.data.rows, seed, held=lambda client: held_out)

@@ -48,7 +48,7 @@ def cached_tensors(
 class PartialSum:
     """A sum over the first clients of a federation, stored in the cache every few seconds; a stopped run continues it.
 
-    `identity` and `vector`, the model that clients work on, name the file.
+    `identity` and `vector`, the model that clients work on, name the file; `group` is its folder in the cache.
     """
 
     every = 5.0
@@ -61,7 +61,7 @@ class PartialSum:
         self.saved = time.monotonic()
 
     def load(self) -> tuple[int, dict[str, Tensor]]:
-        """Return how many clients are included, and the sums over them."""
+        """Return how many clients the stored sums include, and the sums by name; (0, {}) if nothing is stored."""
         sums = _read(self.path)
         if sums is None:
             return 0, {}

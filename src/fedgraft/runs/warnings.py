@@ -36,7 +36,7 @@ def warnings_for(setup: RunSetup, opened: OpenRun, engines: Engines) -> list[str
 
 
 def _unused_files(setup: RunSetup) -> list[str]:
-    """Warn of images that cannot be read and of files that are no images."""
+    """Return warnings of images that cannot be read and of files that are no images."""
     dataset = setup.task.data.dataset
     warnings = []
     if dataset.skipped:
@@ -55,7 +55,7 @@ def _unused_files(setup: RunSetup) -> list[str]:
 
 
 def _partition(setup: RunSetup) -> list[str]:
-    """Warn of classes that no client holds, and of what the partition itself noticed."""
+    """Return warnings of classes that no client holds, and of what the partition itself noticed."""
     statistics = setup.task.data.partition.statistics()
     missing = statistics["uncovered"]
     warnings = []
@@ -65,7 +65,7 @@ def _partition(setup: RunSetup) -> list[str]:
 
 
 def _small_clients(setup: RunSetup) -> list[str]:
-    """Warn of clients with fewer images than a batch."""
+    """Return the warning of clients with fewer images than a batch, if there are some."""
     data = setup.task.data
     local = setup.algorithm.local
     sizes = data.partition.sizes()
@@ -79,7 +79,7 @@ def _small_clients(setup: RunSetup) -> list[str]:
 
 
 def _unused_deadline(setup: RunSetup, opened: OpenRun, engines: Engines) -> list[str]:
-    """Warn of a deadline that clients of the chosen engine cannot miss."""
+    """Return the warning of a deadline that clients of the chosen engine cannot miss, if there is one."""
     if setup.config.rounds.deadline is None or engines.remote is not None:
         return []
     mode = engines.choice(setup.algorithm, opened.context).mode
@@ -98,7 +98,7 @@ vit-tiny's head on CIFAR-100, 40 rounds at epsilon 8 (docs/results/q5.md): as lo
 
 
 def _dominant_noise(setup: RunSetup, opened: OpenRun) -> list[str]:
-    """Warn of noise that is much longer than the longest sum of updates: each update is clipped, noise is not."""
+    """Return the warning of noise that is much longer than the longest sum of updates, which are clipped."""
     dp = setup.algorithm.privacy.noise
     if dp is None:
         return []
@@ -114,9 +114,9 @@ def _dominant_noise(setup: RunSetup, opened: OpenRun) -> list[str]:
 
 
 def _repeatable_noise(setup: RunSetup) -> list[str]:
-    """Warn of noise that anybody can compute from the seed."""
+    """Return the warning of noise that anybody can compute from the seed."""
     dp = setup.algorithm.privacy.noise
-    if dp is None or dp.bound:
+    if dp is None or dp.bound_to_sum:
         return []
     return [
         "REPEATABLE, FOR EXPERIMENTS: noise and cohorts follow from the public seed, so this epsilon protects "
@@ -125,7 +125,7 @@ def _repeatable_noise(setup: RunSetup) -> list[str]:
 
 
 def _meaningless_epsilon(setup: RunSetup) -> list[str]:
-    """Warn of noise that is too small for a meaningful guarantee."""
+    """Return the warning of noise that is too small for a meaningful guarantee."""
     account = budget(setup.config, setup.algorithm, setup.config.rounds.total)
     if account is None or account.epsilon <= LARGE_EPSILON:
         return []
@@ -136,7 +136,7 @@ def _meaningless_epsilon(setup: RunSetup) -> list[str]:
 
 
 def _noised_representations(setup: RunSetup) -> list[str]:
-    """Warn of representations that clients send with noise, with what that noise guarantees to one image."""
+    """Return warnings of representations that clients send with noise, with what it guarantees to one image."""
     warnings = []
     for observation in setup.algorithm.wants:
         options = observation.options
@@ -146,7 +146,10 @@ def _noised_representations(setup: RunSetup) -> list[str]:
 
 
 def _representation_guarantee(setup: RunSetup, samples: int, noise: float) -> str:
-    """Return the guarantee of noise on representations: rows have length 1, so one image changes one by at most 2."""
+    """Return a sentence on what `noise` on the representations of `samples` images guarantees to one image.
+
+    Rows have length 1, so one image changes a row by at most 2.
+    """
     smallest = int(min(setup.task.data.partition.sizes(), default=1))
     repetitions = max(1, math.ceil(samples / max(1, smallest)))  # of an image among the samples of a client
     rounds = setup.config.rounds.total
@@ -159,7 +162,7 @@ def _representation_guarantee(setup: RunSetup, samples: int, noise: float) -> st
 
 
 def _outside_account(setup: RunSetup) -> list[str]:
-    """Warn of preparations of a private run that its privacy account does not cover."""
+    """Return warnings of preparations of a private run that its privacy account does not cover."""
     algorithm = setup.algorithm
     if algorithm.privacy.noise is None:
         return []
@@ -178,7 +181,7 @@ def _outside_account(setup: RunSetup) -> list[str]:
 
 
 def _visible_per_client(setup: RunSetup) -> list[str]:
-    """Warn of requests that a run under secure aggregation still sends to each client by itself."""
+    """Return warnings of requests that a run under secure aggregation still sends to each client by itself."""
     merge = setup.config.trainable.sparse.merge
     warnings = []
     if setup.algorithm.trainable.scores_data and merge != "score_mean":

@@ -183,8 +183,7 @@ def collect(
 def _collect_sum(
     algorithm: Algorithm, federation: Federation, requests: list[Request], engine: Engine, context: ServerContext
 ) -> Collected:
-    """Send the requests through the stages of a secure sum. The server sees only the sum over the surviving clients.
-
+    """Send the requests through the stages of a secure sum and return what was opened: the surviving clients' mean.
     Without requests, and after an abort, nothing is opened.
     """
     outcome = SecureRound()

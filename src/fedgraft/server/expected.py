@@ -78,7 +78,7 @@ def expected_counts(
 
     def check(response: Response) -> str:
         """Return what is wrong with the counts or the further sums, or ""."""
-        if not plausible(response.sums["counts"]):
+        if not are_plausible_counts(response.sums["counts"]):
             return "inconsistent counts"
         return implausible(response)
 
@@ -86,7 +86,7 @@ def expected_counts(
     return expect_responses(requests, example_counts, sums=fields, claims=claims, check=check)
 
 
-def plausible(counts: Tensor) -> bool:
+def are_plausible_counts(counts: Tensor) -> bool:
     """Return whether counts (n, 4) are possible: whole, ordered, about the same images, with losses from 0."""
     right, among_five, loss, images = counts.unbind(1)
     ordered = (right >= 0) & (right <= among_five) & (among_five <= images) & (loss >= 0) & (images <= MOST_EXAMPLES)
@@ -95,7 +95,10 @@ def plausible(counts: Tensor) -> bool:
 
 
 def count_weights(responses: Sequence[Response], example_counts: ExampleCounts, split: str) -> dict[int, float]:
-    """Return the weight of each client's counts: 1, or less where it claims far more images than the others have."""
+    """Return the weight of each client's counts: 1, or less where it claims far more images than the others have.
+
+    `split` names the images that were counted.
+    """
     weights = {}
     for response in responses:
         images = float(response.sums["counts"][0, 3])

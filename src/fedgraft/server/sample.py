@@ -26,7 +26,7 @@ def sample(federation: Federation, round: int) -> list[int]:
     """
     cohort = []
     for client in _draw_cohort(federation, round):
-        if client not in federation.without and federation.there(client, round + 1):
+        if client not in federation.without and federation.takes_part(client, round + 1):
             cohort.append(client)
     return cohort
 
@@ -58,7 +58,7 @@ def instruct(
     origin: Tensor | None = None,
     rate_factor: float = 1.0,
 ) -> list[Request]:
-    """Return one training request per client of the cohort.
+    """Return one training request per client of the cohort; none is sent yet.
 
     Args:
         space: digest of the edit space.
@@ -71,7 +71,7 @@ def instruct(
         settings["head_lr"] = algorithm.local.head_lr / rate_factor
     settings |= algorithm.privacy.request_settings(state.clip)
     common = {name: state.rule[name] for name in algorithm.local.correction.receives}
-    common |= algorithm.aggregate.gives(state)
+    common |= algorithm.aggregate.request_tensors(state)
     requests = []
     if algorithm.download is not None and origin is not None:
         common |= farthest(state.vector, origin, algorithm.download)

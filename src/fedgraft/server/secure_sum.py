@@ -165,7 +165,7 @@ class SecureSession:
         for client, data in sorted(outbox.items()):
             requests.append(stage_request(self.requests[client], stage, data))
         self.down += sum(map(wire_size, requests))
-        size = server.largest(stage)
+        size = server.largest_answer(stage)
         answered: set[int] = set()
         group = max(_GROUP, _HELD_BYTES // size)  # an engine may hold all responses until the last is there
         for begin in range(0, len(requests), group):
@@ -419,9 +419,9 @@ class Sums:
         return total, lost
 
     def each(self, action: SummedAction) -> list[Response]:
-        """Return every client's own response in the clear, in client order.
+        """Send one request to every client and return each one's own response in the clear, in client order.
 
-        Missing and invalid ones are left out and logged.
+        Missing and invalid ones are left out and logged; those clients get no further requests.
         """
         requests = [Request(self.run, -1, client, action.name) for client in self.clients]
         accepted, rejections = self._exchange(action, requests, self._fields(action, requests))
@@ -442,7 +442,10 @@ class Sums:
     def _exchange(
         self, action: SummedAction, requests: Sequence[Request], fields: Mapping[str, Field]
     ) -> tuple[list[Accepted], list[Rejection]]:
-        """Send the requests and return the valid responses and the rejections; count the bytes."""
+        """Send the requests and return the valid responses and the rejections; add their bytes to `down` and `up`.
+
+        `fields` are the tensors that a response must have.
+        """
         clients = frozenset(request.client for request in requests)
         expected = Expectation(
             self.run, -1, clients, sums=fields, example_counts=self.example_counts, check=action.implausible

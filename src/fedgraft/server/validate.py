@@ -275,7 +275,7 @@ def largest(tensor: Tensor) -> float:
 
 
 def _decode_update(update: Payload | None, expected: Expectation, length: int) -> Tensor | None:
-    """Return the decoded update, whose numbers are finite and at most `LARGEST`; None where none was requested.
+    """Return the decoded update (length,), its numbers finite and at most `LARGEST`; None where none was requested.
 
     Raise `InvalidResponse` or `BadPayload` for any other.
     """

@@ -82,7 +82,7 @@ def network() -> Iterator[Toy]:
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to compute: single rows, and blocks where a row's bits would depend on its neighbours."""
     if request.param == "blocks":
-        monkeypatch.setattr(feature_cache, "same_bits", lambda *a: ())
+        monkeypatch.setattr(feature_cache, "stable_batch_sizes", lambda *a: ())
     return str(request.param)
 
 
@@ -136,7 +136,7 @@ def test_only_what_is_asked_is_computed_and_only_once(network: Toy, tmp_path: Pa
     network.counts.passes = network.counts.met = 0
     cached.batch(torch.tensor([3, 5, 4, 3]))
     cached.batch(torch.tensor([5, 70]), generator(1))  # by this draw the second alone is mirrored
-    assert set(np.flatnonzero(cached.cache._checked)) == {3, 4, 5, 70 + COUNT}
+    assert set(np.flatnonzero(cached.cache._files.checked)) == {3, 4, 5, 70 + COUNT}
     assert network.counts.passes == 2 and network.counts.met == 16  # filled up to eight each time, with the same bits
     cached.prepare()
     assert network.counts.met == 16 + 144  # all 2 * 73 - 4 others: four whole batches, and 14 that are filled up to 16
@@ -292,7 +292,7 @@ def test_a_large_table_is_read_row_by_row_and_never_mapped(
     mapped = CachedExamples(images(), network, 1, tmp_path / "a").batch(rows, generator(2))
     monkeypatch.setattr(feature_table, "MAPPED", 0)
     read = CachedExamples(images(), network, 1, tmp_path / "b")
-    assert read.cache._data is None and torch.equal(read.batch(rows, generator(2)), mapped)
+    assert read.cache._files.mapped is None and torch.equal(read.batch(rows, generator(2)), mapped)
     again = CachedExamples(images(), network, 1, tmp_path / "a")  # what the other way stored is the same file
     network.counts.passes = 0
     assert torch.equal(again.batch(rows, generator(2)), mapped) and network.counts.passes == 0
@@ -308,8 +308,8 @@ class Leaning(Toy):
 
 def test_the_probe_sees_a_row_that_depends_on_its_place(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    assert feature_cache.same_bits(Toy().eval(), 2, (3, 8, 8))[-1:] == (BLOCK,)
-    assert feature_cache.same_bits(Leaning().eval(), 2, (3, 8, 8)) == ()
+    assert feature_cache.stable_batch_sizes(Toy().eval(), 2, (3, 8, 8))[-1:] == (BLOCK,)
+    assert feature_cache.stable_batch_sizes(Leaning().eval(), 2, (3, 8, 8)) == ()
     network = Leaning().eval()
     order = np.roll(np.arange(COUNT), 5)
     cached = CachedExamples(images(), network, 2, tmp_path, order=lambda: order)
@@ -321,11 +321,11 @@ def test_the_probe_sees_a_row_that_depends_on_its_place(tmp_path: Path) -> None:
     assert cached.digest != CachedExamples(images(), network, 2, tmp_path).digest  # other neighbours, other bits
     one = CachedExamples(images(), network, 2, tmp_path / "c", order=lambda: order)
     one.batch(torch.tensor([int(order[40])]))
-    assert set(np.flatnonzero(one.cache._checked)) == set(order[BLOCK : 2 * BLOCK])  # its neighbours in the order
+    assert set(np.flatnonzero(one.cache._files.checked)) == set(order[BLOCK : 2 * BLOCK])  # its neighbours in the order
 
 
 def test_a_planted_trust_in_single_rows_would_change_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feature_cache, "same_bits", lambda *a: (8, 16, BLOCK))
+    monkeypatch.setattr(feature_cache, "stable_batch_sizes", lambda *a: (8, 16, BLOCK))
     one, two = (CachedExamples(images(()), Leaning().eval(), 2, tmp_path / name) for name in "ab")
     for row in torch.randperm(COUNT, generator=generator(0)):
         one.batch(row[None])
@@ -334,7 +334,7 @@ def test_a_planted_trust_in_single_rows_would_change_bytes(tmp_path: Path, monke
 
 def test_the_probe_is_asked_once(network: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = CachedExamples(images(), network, 2, tmp_path)
-    monkeypatch.setattr(feature_cache, "same_bits", None)
+    monkeypatch.setattr(feature_cache, "stable_batch_sizes", None)
     assert CachedExamples(images(()), network, 2, tmp_path).sizes == first.sizes
 
 

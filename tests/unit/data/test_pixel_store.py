@@ -20,7 +20,7 @@ from tests.support.odd_images import noise
 
 from fedgraft.core.progress import Phase, open_phases
 from fedgraft.data.pixels import pixel_store
-from fedgraft.data.pixels.originals import Originals, chosen, from_arrays, from_files, from_parquet, joined
+from fedgraft.data.pixels.originals import Originals, from_arrays, from_files, from_parquet, joined, take_rows
 from fedgraft.data.pixels.pixel_store import open_pixels, pixels_digest
 from fedgraft.data.pixels.rule import PixelRule
 from fedgraft.data.pixels.store import store_of
@@ -123,7 +123,7 @@ def test_a_stopped_build_goes_on_where_it_was(files: list[Path], tmp_path: Path)
     originals, asked = counted(from_files(files))
     made = open_pixels(originals, RULE, tmp_path)
     assert asked == [6, 9] and np.array_equal(made.images, expected(files))
-    assert sorted(path.name for path in entry_of(tmp_path).iterdir()) == ["images.npy", "store.json"]
+    assert sorted(path.name for path in entry_of(tmp_path).iterdir()) == [".used", "images.npy", "store.json"]
 
 
 def test_a_stretch_that_was_not_written_whole_is_made_again(files: list[Path], tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_store_refuses_what_cannot_be_read_only_if_it_is_among_its_rows(
 def test_joined_and_chosen_originals(files: list[Path], tmp_path: Path) -> None:
     pq.write_table(pa.table({"img": [path.read_bytes() for path in files]}), tmp_path / "a.parquet", row_group_size=4)
     rows = np.array([7, 1, 2, 3, 9])
-    both = joined([from_files(files[:3]), chosen(from_parquet([tmp_path / "a.parquet"], "img"), rows)])
+    both = joined([from_files(files[:3]), take_rows(from_parquet([tmp_path / "a.parquet"], "img"), rows)])
     wanted = [*files[:3], *(files[row] for row in rows)]
     assert np.array_equal(open_pixels(both, RULE, tmp_path).images, expected(wanted))
     assert both.where(1) == str(files[1]) and both.where(4).endswith("row 1")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.errors import raises
 from torch import Tensor
 
-from fedgraft.core.network_digest import digest, sums
+from fedgraft.core.network_digest import checksums, digest
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import select
 from fedgraft.models.backbones import NANO, at_size, interpolate_positions, load_network, model
@@ -119,7 +119,7 @@ def test_digest_sees_what_lies_before_an_entry_and_only_that() -> None:
     net = load_network("tiny", 3)
     entries = [0, 1, 2, None]
     before = [digest(net, entry) for entry in entries]
-    quick = [sums(net, entry) for entry in (1, 2)]
+    quick = [checksums(net, entry) for entry in (1, 2)]
     assert len(set(before)) == 4
     updates = {
         "backbone.embeddings.cls_token": [False, True, True, True],
@@ -133,7 +133,9 @@ def test_digest_sees_what_lies_before_an_entry_and_only_that() -> None:
         with torch.no_grad():
             changed.get_parameter(name).view(-1)[0].add_(1e-3)
         assert [digest(changed, entry) != old for entry, old in zip(entries, before, strict=True)] == expected, name
-        assert [sums(changed, entry) != old for entry, old in zip((1, 2), quick, strict=True)] == expected[1:3], name
+        assert [checksums(changed, entry) != old for entry, old in zip((1, 2), quick, strict=True)] == expected[1:3], (
+            name
+        )
 
 
 def test_digest_sees_settings_and_statistics() -> None:
@@ -141,9 +143,9 @@ def test_digest_sees_settings_and_statistics() -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert digest(one) != digest(two)
     net = load_network("resnet18:width=8", 3)
-    before, quick = digest(net, 1), sums(net, 1)
+    before, quick = digest(net, 1), checksums(net, 1)
     net.train()(train_images(32))
-    assert digest(net, 1) != before and sums(net, 1) != quick
+    assert digest(net, 1) != before and checksums(net, 1) != quick
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def test_the_folder_appears_complete_or_not_at_all(tmp_path: Path, monkeypatch: 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "write_papers", interrupted)  # after the weights are written, before the rest
+    monkeypatch.setattr(module, "write_preprocessor_and_card", interrupted)  # the weights are written, the rest is not
     with pytest.raises(KeyboardInterrupt):
         export_model(load_network("tiny", 4), tmp_path / "new" / "out", None, {}, "card")
     assert list((tmp_path / "new").iterdir()) == []

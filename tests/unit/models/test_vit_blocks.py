@@ -63,7 +63,7 @@ def gradients(net: VisionNetwork, hidden: Tensor, whole: bool) -> tuple[Tensor, 
     return logits.detach(), {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
 
 
-def check_same(net: VisionNetwork, hidden: Tensor) -> None:
+def check_same_logits(net: VisionNetwork, hidden: Tensor) -> None:
     (logits, found), (expected, every) = gradients(net, hidden, False), gradients(net, hidden, True)
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
     assert found.keys() == every.keys()
@@ -79,7 +79,7 @@ def test_answers_and_gradients_are_those_of_transformers(kind: str, bias: bool, 
     net = network(kind, bias)
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(CHOICES[choice](net, name))
-    check_same(net, tokens(net))
+    check_same_logits(net, tokens(net))
 
 
 def test_adapters_run_as_they_are() -> None:
@@ -89,7 +89,7 @@ def test_adapters_run_as_they_are() -> None:
         parameter.requires_grad_("lora_" in name)
         if "lora_B" in name:
             parameter.data.normal_(0, 0.3, generator=torch_stream(0, name))
-    check_same(net.double(), tokens(net))
+    check_same_logits(net.double(), tokens(net))
 
 
 @pytest.mark.parametrize("part", ["", "attention", "attention.q_proj", "attention.v_proj", "attention.o_proj", "mlp"])
@@ -186,4 +186,4 @@ def test_a_plain_layer_is_a_linear_layer_and_nothing_else() -> None:
     for block in net.blocks:
         layer: Any = block.attention.k_proj  # type: ignore[union-attr]
         layer.__class__ = Twice
-    check_same(net, tokens(net))
+    check_same_logits(net, tokens(net))

@@ -85,10 +85,10 @@ def test_any_threshold_of_shares_gives_the_secret_and_fewer_do_not() -> None:
     shares = shamir.split(secret, 3, [1, 2, 5, 9, 12])
     assert all(len(s) == shamir.SHARE_BYTES for s in shares.values())
     for chosen in itertools.combinations(shares, 3):
-        assert shamir.aggregate({x: shares[x] for x in chosen}) == secret
+        assert shamir.combine({x: shares[x] for x in chosen}) == secret
     for few in itertools.combinations(shares, 2):
         with pytest.raises(shamir.WrongShares):
-            shamir.aggregate({x: shares[x] for x in few})
+            shamir.combine({x: shares[x] for x in few})
 
 
 def test_shares_agree_with_a_polynomial_evaluated_by_hand() -> None:

@@ -395,7 +395,7 @@ def hostile(victim: int, other: int) -> dict[str, Tamper]:
     drive(SecureServer(old_plan), old)
     own = Identity.fresh()
     fake = secure_keys.public_key(b"k" * 32) * 2 + own.public + hashlib.sha256(b"").digest()
-    signature = secure_keys.sign(own.private, make(7)[0].bound("advert", other, fake.hex()))
+    signature = secure_keys.sign(own.private, make(7)[0].context_bytes("advert", other, fake.hex()))
     forged = secure_client.as_tensor(fake + signature)
 
     def at(when: str, update: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Tamper:
@@ -499,14 +499,14 @@ def test_a_client_refuses_a_hostile_server(lie: str) -> None:
     [
         ("verify_signature", lambda *args: True, ["split view", "changed signature", "signatures of others"]),
         ("recognise", lambda *args: None, ["forged keys under a new identity"]),
-        ("_need", lambda *args: None, ["too few survivors", "too few signatures"]),
+        ("_require_holders", lambda *args: None, ["too few survivors", "too few signatures"]),
     ],
 )
 def test_without_a_guard_the_lie_passes_that_stage(
     guard: str, broken: Any, lies: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted bugs: each guard taken out lets a lie through that the test above catches."""
-    owner = {"verify_signature": secure_keys, "recognise": Identity, "_need": SecureClient}[guard]
+    owner = {"verify_signature": secure_keys, "recognise": Identity, "_require_holders": SecureClient}[guard]
     monkeypatch.setattr(owner, guard, broken)
     for lie in lies:
         stage = {"forged keys under a new identity": "shares", "too few survivors": "consistency"}.get(lie, "unmask")
@@ -585,7 +585,7 @@ def test_a_registry_from_outside_is_closed_and_identities_survive_storage() -> N
     with raises("E-REFUSED-SECURE-SUM", check="identity"):
         again.recognise(10, b"b" * 32)
     with raises("E-REFUSED-REPEAT"):
-        again.serve(make(3, round=3)[0])
+        again.record_served(make(3, round=3)[0])
 
 
 # ---- wire, storage, malformed answers -------------------------------------------------------------------------------

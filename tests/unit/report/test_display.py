@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedgraft.report.display import next_lines, results, runs_table
+from fedgraft.report.display import print_next_commands, print_results, print_runs
 from fedgraft.report.run_record import RunInfo
 
 LONG = "sweep-of-learning-rates/vit-tiny-patch16-224-lr=0.0003-0123456789abcdef"
@@ -16,7 +16,7 @@ LONG = "sweep-of-learning-rates/vit-tiny-patch16-224-lr=0.0003-0123456789abcdef"
 
 def shown(width: int, *arguments: object) -> str:
     text = io.StringIO()
-    show = runs_table if len(arguments) == 1 else results
+    show = print_runs if len(arguments) == 1 else print_results
     show(Console(file=text, width=width), *arguments)  # type: ignore[arg-type]
     return text.getvalue()
 
@@ -67,9 +67,9 @@ def test_what_to_try_next_is_typed_as_the_command_was_found(tmp_path: Path, monk
     for path, wanted in (("/nowhere", "bin/fedgraft show runs/a"), (str(program.parent), "fedgraft show runs/a")):
         monkeypatch.setenv("PATH", path)
         text = io.StringIO()
-        next_lines(Console(file=text, width=80), Path("runs/a"))
+        print_next_commands(Console(file=text, width=80), Path("runs/a"))
         assert text.getvalue().splitlines()[1].strip() == wanted
     monkeypatch.setattr("sys.argv", ["/elsewhere/pytest"])  # from Python: its name
     text = io.StringIO()
-    next_lines(Console(file=text, width=80), Path("runs/a"))
+    print_next_commands(Console(file=text, width=80), Path("runs/a"))
     assert "  fedgraft predict runs/a IMAGES" in text.getvalue()

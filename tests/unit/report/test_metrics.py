@@ -108,7 +108,7 @@ def test_scores_that_are_binned_already_give_the_exact_auroc() -> None:
     for seed in range(40):
         logits, labels, names = case(seed)
         sums = scores.count_scores(logits, labels, len(names))
-        bins = scores.bins(scores.log_odds(logits)).numpy()
+        bins = scores.bin_numbers(scores.log_odds(logits)).numpy()
         by_name = metrics.compute(sums, names)
         for c, name in enumerate(names):
             if found := by_name[f"auroc:{name}"]:
@@ -152,7 +152,7 @@ def test_sums_of_parts_are_the_sums_of_the_whole_bit_for_bit() -> None:
 def test_sums_fit_what_they_are_announced_to_be() -> None:
     for seed in range(10):
         logits, labels, names = case(seed)
-        sums, wanted = scores.count_scores(logits, labels, len(names)), scores.shapes(len(names))
+        sums, wanted = scores.count_scores(logits, labels, len(names)), scores.sum_layouts(len(names))
         assert list(sums) == list(wanted)
         for name, value in sums.items():
             shape, limit, step = wanted[name]

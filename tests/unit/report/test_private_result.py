@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedgraft.report.display import results
+from fedgraft.report.display import print_results
 from fedgraft.runs.api import Result
 
 TOLD = {
@@ -35,7 +35,7 @@ FIRST = ["epsilon 5.84 at delta 1e-05 for each client", "epsilon 8.39", "protect
 
 def shown(summary: dict[str, object]) -> list[str]:
     out = io.StringIO()
-    results(Console(file=out, width=160), "a run", summary)
+    print_results(Console(file=out, width=160), "a run", summary)
     return out.getvalue().splitlines()
 
 

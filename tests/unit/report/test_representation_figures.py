@@ -13,7 +13,7 @@ from tests.support.toy import Toy
 from fedgraft import algorithms as zoo
 from fedgraft.config.load import load
 from fedgraft.local.train import LocalTraining
-from fedgraft.report.representation_figures import by_client, keep_mixing, read_mixing, shown_rounds
+from fedgraft.report.representation_figures import by_client, read_mixing, store_mixing, stored_rounds
 from fedgraft.runs.loop import run
 from fedgraft.server.round import RoundSummary
 
@@ -59,7 +59,7 @@ def test_matrices_of_chosen_rounds_are_kept_among_all_clients(tmp_path: Path) ->
     for round in (0, 1):
         toy = Toy(zoo.fedshibu(samples=12, local=LocalTraining(1, batch_size=6)))
         toy.run(round + 1)
-        keep_mixing(tmp_path, config, toy.summary)
+        store_mixing(tmp_path, config, toy.summary)
     found = read_mixing(tmp_path, 5)
     assert list(found) == ["round 2"]
     ids = list(toy.summary.cohort)
@@ -71,13 +71,13 @@ def test_matrices_of_chosen_rounds_are_kept_among_all_clients(tmp_path: Path) ->
 
 def test_a_large_federation_is_shown_by_cohort(tmp_path: Path) -> None:
     summary = RoundSummary(0, (3, 900), {"clients": {"ids": [3, 900]}}, extra={"mixing": torch.eye(2).double()})
-    keep_mixing(tmp_path, load(None, ["rounds.total=1"]), summary)
+    store_mixing(tmp_path, load(None, ["rounds.total=1"]), summary)
     assert read_mixing(tmp_path, 1000)["round 1"].shape == (2, 2)
 
 
 def test_first_middle_and_last_round_unless_told_otherwise() -> None:
-    assert shown_rounds(load(None, ["rounds.total=300"])) == {1, 150, 300}
-    assert shown_rounds(load(None, ["track.mixing_rounds=[1,150,250]"])) == {1, 150, 250}
+    assert stored_rounds(load(None, ["rounds.total=300"])) == {1, 150, 300}
+    assert stored_rounds(load(None, ["track.mixing_rounds=[1,150,250]"])) == {1, 150, 250}
     assert load(None, ["track.mixing_rounds=[1]"]).digest == load(None, []).digest  # a picture decides no result
 
 

@@ -12,7 +12,7 @@ from scipy import stats
 from tests.support.errors import raises
 
 from fedgraft.metrics import statistics
-from fedgraft.metrics.statistics import bytes_to, latex, markdown_table, paired, rounds_to, summarise
+from fedgraft.metrics.statistics import bytes_to, latex_table, markdown_table, paired, rounds_to, summarise
 from fedgraft.report.figures import pareto
 
 numbers = st.floats(-100, 100).map(lambda x: round(x, 3))
@@ -168,7 +168,7 @@ def test_markdown_table() -> None:
 
 
 def test_latex_table() -> None:
-    lines = latex(["local.lr", "test (%)"], [["0.1", "70.00 ± 1.00"], ["a_b & c", r"x\y"]]).splitlines()
+    lines = latex_table(["local.lr", "test (%)"], [["0.1", "70.00 ± 1.00"], ["a_b & c", r"x\y"]]).splitlines()
     assert lines == [
         r"\begin{tabular}{lr}",
         r"\toprule",
@@ -183,7 +183,7 @@ def test_latex_table() -> None:
 
 @given(st.text("ab%_&#${}~^\\±", max_size=12))
 def test_latex_cells_hold_no_bare_special_sign(cell: str) -> None:
-    body = latex(["h"], [[cell]]).splitlines()[4].removesuffix(r" \\")
+    body = latex_table(["h"], [[cell]]).splitlines()[4].removesuffix(r" \\")
     for written in (r"\textbackslash{}", r"\textasciitilde{}", r"\textasciicircum{}", r"$\pm$"):
         body = body.replace(written, "")
     for sign in "%_&#${}":

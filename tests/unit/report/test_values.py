@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedgraft.report.html import flatten
-from fedgraft.report.values import accuracy, clock, column, format_value, metric, size
+from fedgraft.report.values import accuracy, clock, format_value, metric, metric_column, size
 
 
 def test_how_values_are_shown() -> None:
@@ -41,5 +41,5 @@ def test_a_share_is_told_with_what_stands_behind_it() -> None:
 
 def test_numbers_under_each_other_have_the_same_decimals() -> None:
     found = [accuracy(35 / 36, 36), accuracy(1.0, 36), None]
-    assert column(found) == ["97 % (35 of 36; 86 to 100 %)", "100 % (36 of 36; 90 to 100 %)", "–"]
-    assert column(found[1:2]) == ["100.0 % (36 of 36; 90.4 to 100.0 %)"] and column([]) == []
+    assert metric_column(found) == ["97 % (35 of 36; 86 to 100 %)", "100 % (36 of 36; 90 to 100 %)", "–"]
+    assert metric_column(found[1:2]) == ["100.0 % (36 of 36; 90.4 to 100.0 %)"] and metric_column([]) == []

@@ -219,3 +219,11 @@ def test_ctrl_c_leaves_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     with raises("E-REPORT-NO-RUN"):
         watch_run(tmp_path, Console(file=io.StringIO()))
+
+
+def test_a_centralised_run_counts_epochs(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", [line(1)], status="interrupted")
+    assert "round 1/8" in shown(run) and "epoch" not in shown(run)
+    central = load(None, [*OVERRIDES, "centralized.active=true"])
+    (run.path / "config.toml").write_text(to_toml(central))
+    assert "epoch 1/8" in shown(run) and "centralized" in shown(run)

@@ -20,6 +20,7 @@ from fedgraft.config.load import load
 from fedgraft.local.train import LocalTraining
 from fedgraft.runs import checkpoint
 from fedgraft.runs import loop as run_module
+from fedgraft.runs.client_files import ClientFiles
 from fedgraft.runs.loop import run
 from fedgraft.runs.personal_store import PersonalStore
 
@@ -84,16 +85,29 @@ def test_reading_cannot_write(tmp_path: Path) -> None:
 def test_files_that_nobody_names_are_deleted(tmp_path: Path) -> None:
     folder, checkpoints = tmp_path / "personal", tmp_path / "checkpoints"
     store = PersonalStore.create(folder, 3)
-    (folder / ".round-00000009.f32.tmp").write_bytes(b"half a file that a kill left")
+    (folder / ".client-000000-00000009.f32.draft.tmp").write_bytes(b"half a file that a kill left")
     for round in range(4):  # everybody every round: only the last two are needed
         store = after(store, round, [0, 1], rows(round, round))
-    assert files(folder) == ["round-00000002.f32", "round-00000003.f32"]
+    assert files(folder) == [f"client-00000{client}-0000000{round}.f32" for client in (0, 1) for round in (2, 3)]
     for round in range(4, 14):
         store = after(store, round, [0, 1], rows(round, round))
         checkpoint.save(checkpoints, round, {"x": torch.zeros(1)}, {"personal": store.sealed()})
         store.release(checkpoints)
-    rounds = [int(path.name.split("-")[1]) for path in checkpoint.listing(checkpoints)]
-    assert [int(name[6:14]) for name in files(folder)] == rounds == [9, 10, 11, 12, 13]
+    # Two checkpoints, so that one may be damaged; more would take more than 1.2 times the models.
+    assert {int(name[-12:-4]) for name in files(folder)} == {12, 13}
+
+
+def test_with_few_clients_a_round_older_checkpoints_keep_their_files_within_the_share(tmp_path: Path) -> None:
+    folder, checkpoints = tmp_path / "personal", tmp_path / "checkpoints"
+    store = after(PersonalStore.create(folder, 3), 0, list(range(20)), rows(*range(20)))
+    for round in range(1, 7):
+        assert not store.wants_checkpoint(2) or round > 2
+        store = after(store, round, [round], rows(round))
+        checkpoint.save(checkpoints, round, {"x": torch.zeros(1)}, {"personal": store.sealed()})
+        store.release(checkpoints)
+        assert len(files(folder)) <= 1.2 * 20
+    assert len(files(folder)) == 24  # four old versions: those of the four checkpoints before the last
+    assert store.wants_checkpoint(1)
 
 
 def test_resuming_does_not_take_away_what_older_checkpoints_need(tmp_path: Path) -> None:
@@ -111,13 +125,13 @@ def test_resuming_does_not_take_away_what_older_checkpoints_need(tmp_path: Path)
 @pytest.mark.parametrize("harm", ["flip", "cut", "gone"])
 def test_a_damaged_file_makes_its_checkpoints_bad(tmp_path: Path, harm: str) -> None:
     sealed = after(PersonalStore.create(tmp_path, 3), 0, [1], rows(1)).sealed()
-    path = tmp_path / "round-00000000.f32"
+    path = tmp_path / "client-000001-00000000.f32"
     data = bytearray(path.read_bytes())
     data[4] ^= 1
     path.unlink()
     if harm != "gone":
         path.write_bytes(data if harm == "flip" else data[:-4])
-    with raises("E-RUN-PERSONAL-DAMAGED", round=0):
+    with raises("E-RUN-CLIENT-FILES-DAMAGED", client=1, version=0):
         PersonalStore.restore(tmp_path, 3, sealed)
 
 
@@ -217,12 +231,12 @@ def test_damaged_rows_fall_back_to_an_earlier_checkpoint(
 ) -> None:
     folder = tmp_path / "run"
     killed(folder, 4, "after")
-    newest = folder / "personal" / "round-00000004.f32"
+    newest = next((folder / "personal").glob("client-*-00000004.f32"))
     data = bytearray(newest.read_bytes())
     data[100] ^= 1
     newest.write_bytes(data)
     run(load(None, [*TINY, ON_DISK]), folder, console=False)
-    assert "personal models of round 4 are missing or damaged" in (folder / "log.txt").read_text()
+    assert "(version 4) is missing or damaged" in (folder / "log.txt").read_text()
     assert same(models(folder), unbroken[0])
 
 
@@ -233,11 +247,16 @@ def test_without_the_check_the_damage_would_go_unnoticed(
     """The broken variant: rows that are opened without comparing their digest."""
     folder = tmp_path / "run"
     killed(folder, 4, "after")
-    newest = folder / "personal" / "round-00000004.f32"
+    newest = next((folder / "personal").glob("client-*-00000004.f32"))
     newest.write_bytes(bytes(len(newest.read_bytes())))
-    real = PersonalStore.restore.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr("fedgraft.runs.personal_store._RowFiles.digest", lambda self, round: "")
-    careless = lambda cls, f, n, saved: real(cls, f, n, {**saved, "files": dict.fromkeys(saved["files"], "")})  # noqa: E731
-    monkeypatch.setattr(PersonalStore, "restore", classmethod(careless))
+    real = ClientFiles.restored
+
+    def careless(self: ClientFiles, saved: dict) -> dict[int, int]:
+        files = {client: [version, ""] for client, (version, _) in saved["files"].items()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ClientFiles, "digest", lambda self, client, version: "")
+            return real(self, {"files": files})
+
+    monkeypatch.setattr(ClientFiles, "restored", careless)
     run(load(None, [*TINY, ON_DISK]), folder, console=False)
     assert not same(models(folder), unbroken[0])

@@ -19,7 +19,7 @@ from fedgraft.consortium import preflight as module
 from fedgraft.consortium.preflight import run_preflight
 from fedgraft.consortium.site_faults import findings
 from fedgraft.core.errors import FedgraftError
-from fedgraft.data.sources.class_map import slips
+from fedgraft.data.sources.class_map import similar_names
 
 STREAM = np.random.default_rng(5)
 
@@ -207,7 +207,7 @@ def test_the_spelling_of_most_sites_is_kept_and_the_window_is_the_configs(data: 
 
 
 def test_numbers_and_short_words_are_no_slips() -> None:
-    assert slips(["0", "1", "class_1", "class_2", "nv", "mv", "bcc", "benign", "malign"]) == []
+    assert similar_names(["0", "1", "class_1", "class_2", "nv", "mv", "bcc", "benign", "malign"]) == []
 
 
 def test_like_names_at_one_site_are_two_classes_and_stop_nobody(data: Path) -> None:

@@ -121,7 +121,7 @@ def score_sums(request: Request, context: ClientContext) -> dict[str, Tensor]:
 def _score_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
     """Return shape and range of each sum of `metrics.scores`, by name."""
     summands = {}
-    for name, shape in scores.shapes(network.classes).items():
+    for name, shape in scores.sum_layouts(network.classes).items():
         summands[name] = Summand(shape.shape, torch.float64, shape.limit, shape.step)
     return summands
 

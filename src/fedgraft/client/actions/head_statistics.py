@@ -28,7 +28,7 @@ def _linear_sum(*shape: int) -> Summand:
 
 
 def _with_ones(features: Tensor) -> Tensor:
-    """Append a column of ones, which stands for the bias."""
+    """Return the features (B, width) with a further column of ones, which stands for the bias."""
     ones = torch.ones(len(features), 1, dtype=features.dtype)
     return torch.cat([features, ones], dim=1)  # (B, width + 1)
 

@@ -29,7 +29,7 @@ _SCORE_SETTINGS = {**_SHARE_SETTINGS, "estimator": str, "labels": str, "batch": 
 
 
 def _named_weights(settings: Mapping[str, Scalar]) -> list[str]:
-    """Return the names of the parameters that a request is about."""
+    """Return the names of the parameters that a request is about, from its setting "names"."""
     return str(settings["names"]).split("\n")
 
 
@@ -78,7 +78,7 @@ def score_weights(request: Request, context: ClientContext) -> Scores:
     rows, generator = _draw_share(request, context, "fisher_scores")
     all_weights = select(network, lambda name: True, buffers=False)
     before = all_weights.gather(network)
-    context.release()
+    context.forget_binding()
     all_weights.scatter(model_vector(request), network)
     device = next(network.parameters()).device
     batches = []
@@ -127,7 +127,7 @@ def gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
     rows, _ = _draw_share(request, context, "gradient")
     all_weights = select(network, lambda name: True, buffers=False)
     before = all_weights.gather(network)
-    context.release()
+    context.forget_binding()
     all_weights.scatter(model_vector(request), network)
     bound = select(network, lambda name: name in names, buffers=False).bind(network)
     network.eval()

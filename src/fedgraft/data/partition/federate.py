@@ -32,7 +32,7 @@ class SplitOptions(TypedDict, total=False):
 
 
 def federate(data: Dataset, kind: str, clients: int = 10, **options: Any) -> FederatedData:
-    """Hold out validation rows for the server and divide the rest among clients.
+    """Return the data with validation rows held out for the server and the rest divided among clients.
 
     `kind` is a kind of `make_partition`, whose options are among `options`, or "by_site": one client per site.
     `options` also takes those of `SplitOptions`. A class that no client holds is refused, unless `limit` or
@@ -61,38 +61,47 @@ def federate(data: Dataset, kind: str, clients: int = 10, **options: Any) -> Fed
 def iid(
     data: Dataset, clients: int, sizes: str = "equal", sigma: float = 1.0, **split: Unpack[SplitOptions]
 ) -> FederatedData:
-    """Divide rows at random, in equal parts or in parts of lognormal size."""
+    """Return the rows divided at random; `sizes` is "equal", or "lognormal" with the spread `sigma` of logarithms."""
     return federate(data, "iid", clients, sizes=sizes, sigma=sigma, **split)
 
 
 def stratified(data: Dataset, clients: int, **split: Unpack[SplitOptions]) -> FederatedData:
-    """Divide each class evenly."""
+    """Return the data with each class divided evenly among the clients."""
     return federate(data, "stratified", clients, **split)
 
 
 def classes(
     data: Dataset, clients: int, per_client: int, allow_uncovered: bool = False, **split: Unpack[SplitOptions]
 ) -> FederatedData:
-    """Give each client exactly `per_client` classes, in parts of equal size."""
+    """Return the data divided so that each client has exactly `per_client` classes, in parts of equal size.
+
+    `allow_uncovered` permits classes that no client holds.
+    """
     return federate(data, "classes", clients, per_client=per_client, allow_uncovered=allow_uncovered, **split)
 
 
 def shards(
     data: Dataset, clients: int, per_client: int = 2, per_class: bool = True, **split: Unpack[SplitOptions]
 ) -> FederatedData:
-    """Give each client `per_client` shards, cut by class or by sort-and-cut (McMahan et al. 2017)."""
+    """Return the data divided into shards, `per_client` for each client, each cut within one class.
+
+    Without `per_class` they are cut from all rows sorted by label, as in McMahan et al. 2017.
+    """
     return federate(data, "shards", clients, per_client=per_client, per_class=per_class, **split)
 
 
 def dirichlet(
     data: Dataset, clients: int, alpha: float = 0.5, min_size: int = 10, **split: Unpack[SplitOptions]
 ) -> FederatedData:
-    """Divide each class by proportions from Dir(alpha); a small alpha is uneven."""
+    """Return the data with each class divided by proportions from Dir(alpha); a small alpha is uneven.
+
+    Each client gets at least `min_size` rows.
+    """
     return federate(data, "dirichlet", clients, alpha=alpha, min_size=min_size, **split)
 
 
 def dirichlet_balanced(data: Dataset, clients: int, alpha: float = 0.5, **split: Unpack[SplitOptions]) -> FederatedData:
-    """Make clients of equal size whose classes are mixed by Dir(alpha) (Hsu et al. 2019)."""
+    """Return the data divided among clients of equal size whose classes are mixed by Dir(alpha) (Hsu et al. 2019)."""
     return federate(data, "dirichlet_balanced", clients, alpha=alpha, **split)
 
 
@@ -103,17 +112,23 @@ def groups(
     allow_uncovered: bool = False,
     **split: Unpack[SplitOptions],
 ) -> FederatedData:
-    """Divide explicit groups of labels, each among its own group of clients."""
+    """Return the data with each of the `groups` of labels divided among its own clients, as many for each group.
+
+    `allow_uncovered` permits labels that are in no group.
+    """
     return federate(data, "groups", clients, groups=groups, allow_uncovered=allow_uncovered, **split)
 
 
 def by_site(data: Dataset, column: str = "site", **split: Unpack[SplitOptions]) -> FederatedData:
-    """Make one client per site, with the site's own test rows; `column` names the column of the sites."""
+    """Return the data with one client per site, which has its own test rows; `column` names the column of the sites."""
     return federate(data, "by_site", column=column, **split)
 
 
 def given(datasets: Sequence[Any], names: Sequence[str] | None = None, **split: Unpack[SplitOptions]) -> FederatedData:
-    """Make one client of each: a dataset of this package, a torch or Hugging Face dataset, a folder, or (x, y)."""
+    """Return the data with one client for each of the datasets, called by `names` (default: numbers).
+
+    Each is a dataset of this package, a torch or Hugging Face dataset, a folder, or (x, y).
+    """
     from fedgraft.data.sources.join import join
 
     return by_site(join(datasets, names), **split)
@@ -135,7 +150,10 @@ def _hold_out(data: Dataset, share: float, seed: int, limit: int | None) -> tupl
 
 
 def _partition_by_site(data: Dataset, train: np.ndarray, options: dict[str, Any]) -> Partition:
-    """Return the partition of the training rows by the values of `options["column"]`."""
+    """Return the partition of the training rows `train` by the values of the column `options["column"]` ("site").
+
+    Raises for any other option of a partition, and if the data has no such column.
+    """
     column = options.get("column", "site")
     if options.get("test", "shard") != "shard":
         raise FedgraftError(

@@ -58,7 +58,9 @@ class Partition:
     rows: np.ndarray
     test_offsets: np.ndarray  # (K + 1,)
     tests: np.ndarray
+    """The test rows, as `rows` holds the training rows."""
     overlap: bool = False
+    """Whether clients share test rows."""
     notes: tuple[str, ...] = ()
     """Sentences about what could not be made exact, for the log."""
     names: tuple[str, ...] = ()
@@ -103,7 +105,11 @@ class Partition:
         return np.diff(self.offsets)
 
     def histogram(self, labels: np.ndarray | None = None, classes: int | None = None) -> np.ndarray:
-        """Return the number of training rows per client and class, (K, C)."""
+        """Return the number of training rows per client and class, (K, C).
+
+        `labels` are those of the rows that the partition divides (default: its own), `classes` is C (default: as many
+        as occur).
+        """
         if labels is None:
             labels = self.labels
         labels = np.asarray(labels)
@@ -140,7 +146,7 @@ class Partition:
 def make_partition(
     kind: str, labels: np.ndarray, test_labels: np.ndarray | None, clients: int, seed: int, **options: Any
 ) -> Partition:
-    """Divide training rows among `clients` by `kind`, then test rows of the same classes.
+    """Return the training rows divided among `clients` by `kind`, and the test rows of the same classes.
 
     `test="shard"` divides test rows disjointly, in proportion to the training rows; `test="all_of_my_classes"` lets
     clients share them. The result depends on the arguments alone. Options by kind - iid: sizes ("equal",
@@ -276,7 +282,7 @@ def edges_of(offsets: np.ndarray, rows: np.ndarray, labels: np.ndarray) -> tuple
 def _sharded_test_rows(
     labels: np.ndarray, edges: tuple[np.ndarray, np.ndarray, np.ndarray], clients: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split each class's test rows among its owners in proportion to their training rows, by largest remainder.
+    """Return each class's test rows split among its owners in proportion to their training rows.
 
     `labels` are those of the test rows, `edges` the training rows by client and class (`edges_of`). Returns offsets (K
     + 1,) and rows as a `Partition` holds them.

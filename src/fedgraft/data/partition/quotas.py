@@ -58,7 +58,10 @@ def class_owners(
 
 
 def _check_feasible(clients: int, per_client: int, present: np.ndarray, allow_uncovered: bool) -> None:
-    """Refuse a number of classes per client that is impossible or leaves classes out without permission."""
+    """Raise for a number of classes per client that is impossible or leaves classes out without `allow_uncovered`.
+
+    `present` are the labels that occur.
+    """
     if not 1 <= per_client <= len(present):
         raise FedgraftError(
             "E-DATA-CLASSES-PER-CLIENT",

@@ -49,7 +49,10 @@ def edge_owners(
 def iid_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, sizes: str = "equal", sigma: float = 1.0
 ) -> RowOwners:
-    """Cut a random permutation of the rows into equal parts, or into parts of lognormal size (at least one row)."""
+    """Return the owners when a random permutation of the rows is cut into equal parts, or parts of lognormal size.
+
+    `sizes` is "equal" or "lognormal", `sigma` the standard deviation of the logarithm of a size.
+    """
     total = len(labels)
     if sizes == "equal":
         parts = even_sizes(total, clients)
@@ -71,7 +74,7 @@ def iid_owners(
 
 
 def stratified_owners(labels: np.ndarray, clients: int, rng: np.random.Generator) -> RowOwners:
-    """Deal the rows of each class round robin, each class continuing where the last one ended.
+    """Return the owners when the rows of each class are dealt round robin, continuing where the last class ended.
 
     All sizes, and all counts of a class, differ by at most one.
     """
@@ -84,7 +87,7 @@ def stratified_owners(labels: np.ndarray, clients: int, rng: np.random.Generator
 def shard_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, per_client: int, per_class: bool = False
 ) -> RowOwners:
-    """Deal `per_client` shards to each client: sorted rows cut into equal shards or, `per_class`, each class apart.
+    """Return the owners when each client gets `per_client` shards: of the sorted rows or, `per_class`, within classes.
 
     A client may draw one class twice, so it holds at most `per_client` classes, not exactly (that is `classes`),
     except that a sorted shard may also straddle classes.
@@ -131,7 +134,10 @@ def shard_owners(
 def dirichlet_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, alpha: float, min_size: int = 10, tries: int = 100
 ) -> RowOwners:
-    """Split each class by proportions drawn from Dir(alpha); draw again until every client has `min_size` rows."""
+    """Return the owners when each class is split by Dir(alpha), drawn again until every client has `min_size` rows.
+
+    Raises after `tries` draws.
+    """
     _check_alpha(alpha)
     if clients * min_size > len(labels):
         raise FedgraftError(
@@ -220,7 +226,10 @@ def group_owners(
     clients_per_group: Sequence[int] | None = None,
     allow_uncovered: bool = False,
 ) -> RowOwners:
-    """Divide the rows of each group of labels, stratified, among the clients of that group."""
+    """Return the owners when the rows of each group of labels are divided, stratified, among the group's clients.
+
+    `clients_per_group` None: equally many for each; `allow_uncovered` permits labels in no group.
+    """
     if not groups:
         raise FedgraftError(
             "E-DATA-GROUPS-EMPTY",

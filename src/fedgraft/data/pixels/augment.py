@@ -23,17 +23,17 @@ def random_uniform(low: float, high: float, count: int, generator: Generator) ->
 
 
 def draw_flips(count: int, generator: Generator) -> Tensor:
-    """Draw which samples are mirrored, bool (count,). The feature cache draws its views with this same function."""
+    """Return which samples are mirrored, drawn at random, bool (count,); the feature cache draws its views here too."""
     return torch.rand(count, generator=generator) < 0.5
 
 
 def flip(images: Tensor, mirrored: Tensor) -> Tensor:
-    """Mirror the samples marked in `mirrored` (B,) left to right."""
+    """Return the images, with those marked in `mirrored` (B,) mirrored left to right."""
     return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
 
 
 def crop(images: Tensor, generator: Generator, pad: int = PAD) -> Tensor:
-    """Shift each image by up to `pad` pixels: zero padding, then a window of the old size."""
+    """Return each image shifted by up to `pad` pixels: zero padding, then a random window of the old size."""
     count, _, height, width = images.shape
     down, right = torch.randint(0, 2 * pad + 1, (2, count), generator=generator)
     padded = F.pad(images, (pad, pad, pad, pad)).permute(0, 2, 3, 1)  # (B, H + 2 pad, W + 2 pad, 3)
@@ -44,7 +44,7 @@ def crop(images: Tensor, generator: Generator, pad: int = PAD) -> Tensor:
 
 
 def draw_boxes(count: int, height: int, width: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw crop boxes (top, left, height, width), (count,) each: 8-100 % of the area and an aspect of 3/4-4/3.
+    """Return random crop boxes (top, left, height, width), (count,) each: 8-100 % of the area, an aspect of 3/4-4/3.
 
     Of ten draws the first that fits is used; if none fits (a very long image), the largest centred box of a permitted
     aspect.
@@ -86,7 +86,7 @@ def bicubic_weights(start: Tensor, length: Tensor, source: int, target: int) -> 
 
 
 def resized_crop(images: Tensor, size: int, generator: Generator) -> Tensor:
-    """Resize a random box of each image to `size`: two batched products with the resampling weights."""
+    """Return a random box of each image, resized to `size` pixels a side."""
     count, _, height, width = images.shape
     top, left, box_height, box_width = draw_boxes(count, height, width, generator)
     rows = bicubic_weights(top, box_height, height, size).unsqueeze(1)  # (B, 1, S, H)
@@ -140,7 +140,7 @@ def hue(images: Tensor, turn: Tensor) -> Tensor:
 
 
 def jitter(images: Tensor, generator: Generator, strength: tuple[float, float, float, float] = JITTER) -> Tensor:
-    """Change brightness, contrast, saturation and hue, in this order, by amounts drawn for each sample.
+    """Return the images with brightness, contrast, saturation and hue changed by amounts drawn for each sample.
 
     `strength` holds the largest change of each of the four.
     """

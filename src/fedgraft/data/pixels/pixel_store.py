@@ -1,4 +1,4 @@
-"""Pixels at the size a network needs, made once from the originals by one `PixelRule` and memory-mapped afterwards.
+"""Pixels at the size a network needs, made once from the originals by one `PixelRule` and kept in a file.
 
 An entry of the cache belongs to one state of the originals and one rule: `images.npy` (N, S, S, 3), `store.json` (the
 seal) once it is complete, and until then `ledger.jsonl`, which lists the finished chunks, so that a stopped build
@@ -25,7 +25,9 @@ import numpy as np
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 from fedgraft.core.store import digest_of_chunks, locked, replacing, write_all
+from fedgraft.data.cache_limit import make_room, note_use
 from fedgraft.data.pixels.originals import Originals
+from fedgraft.data.pixels.pixel_file import PixelFile, create, open_images
 from fedgraft.data.pixels.rule import PixelRule, Source, Unreadable, decode_image
 
 CHUNK = 128  # images that are made and recorded together: what a stop can lose
@@ -36,7 +38,7 @@ _ABANDONED_AFTER = 7 * 86_400  # seconds after which an unfinished build is remo
 class Pixels:
     """The pixels of a store under one pixel rule, addressed by row: `pixels[rows]` is uint8 (B, S, S, 3)."""
 
-    images: np.ndarray  # uint8 (M, H, W, 3), memory-mapped when it comes from the cache
+    images: np.ndarray | PixelFile  # uint8 (M, H, W, 3); from the cache memory-mapped, or read by rows if it is large
     digest: str
     """Of the pixels and, where only some rows are addressed, of these rows; not of where they came from."""
     rows: np.ndarray | None = None
@@ -62,7 +64,7 @@ class Pixels:
 
 
 @dataclass(frozen=True)
-class _Made:
+class Made:
     """The pixels that one original gave, or None and the reason.
 
     `peak`: brightest value of a clipped grey image, else 0.
@@ -73,9 +75,13 @@ class _Made:
     peak: float = 0.0
 
 
-def pixels_digest(images: np.ndarray) -> str:
+def pixels_digest(images: np.ndarray | PixelFile) -> str:
     """Return the digest of pixels (N, S, S, 3), read in chunks."""
-    return _whole_digest(images.shape, _chunk_digests(images))
+    digests = []
+    for start in range(0, len(images), CHUNK):
+        rows = np.arange(start, min(start + CHUNK, len(images)))
+        digests.append(_digest(images[rows]))
+    return _whole_digest(images.shape, digests)
 
 
 def open_pixels(originals: Originals, rule: PixelRule, cache: Path) -> Pixels:
@@ -87,8 +93,7 @@ def open_pixels(originals: Originals, rule: PixelRule, cache: Path) -> Pixels:
         raise FedgraftError(
             "E-DATA-NO-IMAGES", f"there are no images in {originals.name}", "give at least one", name=originals.name
         )
-    key = _digest(json.dumps([originals.identity, originals.count, rule.digest, CHUNK]).encode())
-    entry = cache / "pixels" / f"{originals.name}-{key}"
+    entry = _entry(originals, rule, cache)
     seal = _read_seal(entry)
     if seal is None:
         try:
@@ -101,10 +106,31 @@ def open_pixels(originals: Originals, rule: PixelRule, cache: Path) -> Pixels:
             raise FedgraftError(
                 "E-DATA-CACHE-WRITE",
                 f"the images cannot be stored in {entry} ({error.strerror})",
-                "make room there, or set FEDGRAFT_CACHE to another folder",
+                "make room there, set FEDGRAFT_CACHE to another folder, or store none: data.store=none",
                 path=str(entry),
             ) from error
-    images = np.load(entry / "images.npy", mmap_mode="r", allow_pickle=False)
+    return _sealed_pixels(entry, seal)
+
+
+def stored_pixels(originals: Originals, rule: PixelRule, cache: Path) -> Pixels | None:
+    """Return the pixels of these originals under this rule if the cache folder has all of them, else None."""
+    entry = _entry(originals, rule, cache)
+    seal = _read_seal(entry)
+    if seal is None:
+        return None
+    return _sealed_pixels(entry, seal)
+
+
+def _entry(originals: Originals, rule: PixelRule, cache: Path) -> Path:
+    """Return the folder of these originals under this rule in the cache."""
+    key = _digest(json.dumps([originals.identity, originals.count, rule.digest, CHUNK]).encode())
+    return cache / "pixels" / f"{originals.name}-{key}"
+
+
+def _sealed_pixels(entry: Path, seal: dict[str, Any]) -> Pixels:
+    """Return the pixels of a complete folder of the cache."""
+    images = open_images(entry / "images.npy")
+    note_use(entry)
     return Pixels(images, seal["digest"], unreadable=dict(seal["bad"]), clipped=seal["clipped"], peak=seal["peak"])
 
 
@@ -129,8 +155,7 @@ def _reseal(entry: Path) -> dict[str, Any] | None:
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
         seal = json.loads((entry / "store.json").read_text())
-        images = np.load(entry / "images.npy", mmap_mode="r", allow_pickle=False)
-        if pixels_digest(images) == seal["digest"]:
+        if pixels_digest(PixelFile(entry / "images.npy")) == seal["digest"]:
             return _write_seal(entry, seal)
     warnings.warn(f"the stored images in {entry} are damaged; making them anew.", stacklevel=4)
     for path in entry.iterdir():
@@ -143,10 +168,13 @@ def _build(entry: Path, originals: Originals, rule: PixelRule) -> dict[str, Any]
 
     A build that was stopped before continues after the chunks in its ledger.
     """
-    images = _open_array(entry / "images.npy", (originals.count, rule.size, rule.size, 3))
+    shape = (originals.count, rule.size, rule.size, 3)
+    if not (entry / "images.npy").exists():  # its place is reserved when a build begins
+        make_room(int(np.prod(shape)))
+    images = _open_array(entry / "images.npy", shape)
     records = _read_ledger(entry, images)
     missing = originals.count - sum(min(CHUNK, originals.count - start) for start in records)
-    make = partial(_make, rule, originals.side)
+    make = partial(make_pixels, rule, originals.side)
     with (
         ThreadPoolExecutor(os.cpu_count()) as pool,
         (entry / "ledger.jsonl").open("a") as ledger,
@@ -172,58 +200,47 @@ def _build(entry: Path, originals: Originals, rule: PixelRule) -> dict[str, Any]
     return _seal(entry, images, [records[start] for start in sorted(records)])
 
 
-def _make(rule: PixelRule, side: int, source: Source) -> _Made:
+def make_pixels(rule: PixelRule, side: int, source: Source) -> Made:
     """Return the pixels of one source; `side` is the side that the image must have, 0: any."""
     try:
         image = decode_image(source, rule.window)
         if side and image.size != (side, side):
             raise Unreadable(f"it has {image.width} x {image.height} pixels instead of {side} x {side}")
-        return _Made(rule.fit(image), peak=float(image.info.get("grey_peak", 0)))
+        return Made(rule.fit(image), peak=float(image.info.get("grey_peak", 0)))
     except Unreadable as error:
-        return _Made(None, error.reason)
+        return Made(None, error.reason)
 
 
-def _store_chunk(images: np.ndarray, start: int, chunk: list[_Made]) -> dict[str, Any]:
-    """Write the pixels of a chunk into `images` from row `start` on, in place.
+def _store_chunk(images: PixelFile, start: int, chunk: list[Made]) -> dict[str, Any]:
+    """Write the pixels of a chunk to the file, from row `start` on; unreadable images become black.
 
     Return the chunk's record for the ledger.
     """
+    pixels = np.zeros((len(chunk), *images.shape[1:]), dtype=np.uint8)
     unreadable = []
     peaks = []
-    for row, made in enumerate(chunk, start):
+    for row, made in enumerate(chunk):
         if made.pixels is None:
-            images[row] = 0
-            unreadable.append([row, made.reason])
+            unreadable.append([start + row, made.reason])
         else:
-            images[row] = made.pixels
+            pixels[row] = made.pixels
         if made.peak:
             peaks.append(made.peak)
-    digest = _digest(images[start : start + len(chunk)])
+    images.write(start, pixels)
+    digest = _digest(pixels)
     return {"start": start, "digest": digest, "bad": unreadable, "peaks": peaks}
 
 
-def _open_array(path: Path, shape: tuple[int, ...]) -> np.memmap:
-    """Return the array of an earlier attempt, or a new one.
-
-    Its place on the disk is reserved first, because a memory map cannot report a full disk.
-    """
+def _open_array(path: Path, shape: tuple[int, ...]) -> PixelFile:
+    """Return the file of an earlier attempt, or a new one, whose place on the disk is reserved."""
     with suppress(OSError, ValueError):
-        earlier: np.memmap = np.load(path, mmap_mode="r+", allow_pickle=False)
-        if earlier.shape == shape and earlier.dtype == np.uint8:
+        earlier = PixelFile(path, writable=True)
+        if earlier.shape == shape:
             return earlier
-    part = path.with_suffix(".part")
-    images = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
-    try:
-        with part.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, part.stat().st_size)
-    except OSError:
-        part.unlink()
-        raise
-    part.replace(path)
-    return images
+    return create(path, shape)
 
 
-def _read_ledger(entry: Path, images: np.ndarray) -> dict[int, dict[str, Any]]:
+def _read_ledger(entry: Path, images: PixelFile) -> dict[int, dict[str, Any]]:
     """Return the records of intact chunks by their first row, and rewrite the ledger with these alone."""
     path = entry / "ledger.jsonl"
     records: dict[int, dict[str, Any]] = {}
@@ -231,13 +248,13 @@ def _read_ledger(entry: Path, images: np.ndarray) -> dict[int, dict[str, Any]]:
         for line in path.read_text().splitlines():
             with suppress(ValueError, KeyError, TypeError):  # a line cut off by a kill
                 record = json.loads(line)
-                if _digest(images[record["start"] : record["start"] + CHUNK]) == record["digest"]:
+                if _digest(images.read(record["start"], record["start"] + CHUNK)) == record["digest"]:
                     records[record["start"]] = record
     _replace(path, "".join(json.dumps(record) + "\n" for record in records.values()))
     return records
 
 
-def _seal(entry: Path, images: np.ndarray, records: list[dict[str, Any]]) -> dict[str, Any]:
+def _seal(entry: Path, images: PixelFile, records: list[dict[str, Any]]) -> dict[str, Any]:
     """Write the seal (store.json) of a complete entry from its chunks' records, remove the ledger, return the seal."""
     unreadable: list[list[Any]] = []
     peaks: list[float] = []
@@ -282,11 +299,6 @@ def _remove_abandoned(folder: Path) -> None:
             changed = [path.stat().st_mtime for path in (entry, *entry.iterdir())]
             if not (entry / "store.json").exists() and time.time() - max(changed) > _ABANDONED_AFTER:
                 shutil.rmtree(entry, ignore_errors=True)
-
-
-def _chunk_digests(images: np.ndarray) -> list[str]:
-    """Return the digest of each chunk."""
-    return [_digest(images[start : start + CHUNK]) for start in range(0, len(images), CHUNK)]
 
 
 def _whole_digest(shape: tuple[int, ...], chunks: list[str]) -> str:

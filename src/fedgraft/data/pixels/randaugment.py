@@ -20,7 +20,7 @@ STRENGTH = 0.3  # magnitude 9 of 30
 
 
 def _warp(images: Tensor, matrices: Tensor) -> Tensor:
-    """Warp images by affine matrices (b, 2, 3) in [-1, 1] coordinates; pixels from outside the image are black."""
+    """Return images warped by affine matrices (b, 2, 3) in [-1, 1] coordinates; pixels from outside are black."""
     grid = F.affine_grid(matrices, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False).clamp(0, 1)
 
@@ -34,7 +34,7 @@ def _matrix(count: int, **entries: Tensor | float) -> Tensor:
 
 
 def rotate(images: Tensor, sign: Tensor) -> Tensor:
-    """Turn by 30 degrees times the strength."""
+    """Return the images turned by 30 degrees times the strength."""
     angle = sign * math.radians(30 * STRENGTH)
     cos = angle.cos()
     sin = angle.sin()
@@ -42,27 +42,27 @@ def rotate(images: Tensor, sign: Tensor) -> Tensor:
 
 
 def shear_x(images: Tensor, sign: Tensor) -> Tensor:
-    """Shear along x."""
+    """Return the images sheared along x."""
     return _warp(images, _matrix(len(images), m01=sign * 0.3 * STRENGTH))
 
 
 def shear_y(images: Tensor, sign: Tensor) -> Tensor:
-    """Shear along y."""
+    """Return the images sheared along y."""
     return _warp(images, _matrix(len(images), m10=sign * 0.3 * STRENGTH))
 
 
 def translate_x(images: Tensor, sign: Tensor) -> Tensor:
-    """Shift along x by up to 45 % of the width."""
+    """Return the images shifted along x by 45 % of the width times the strength."""
     return _warp(images, _matrix(len(images), m02=sign * 0.9 * STRENGTH))
 
 
 def translate_y(images: Tensor, sign: Tensor) -> Tensor:
-    """Shift along y by up to 45 % of the height."""
+    """Return the images shifted along y by 45 % of the height times the strength."""
     return _warp(images, _matrix(len(images), m12=sign * 0.9 * STRENGTH))
 
 
 def sharpen(images: Tensor, sign: Tensor) -> Tensor:
-    """Move each image away from its smoothed copy (sign +1) or towards it (sign -1); the border pixels stay."""
+    """Return each image moved away from its smoothed copy (sign +1) or towards it (sign -1); border pixels stay."""
     kernel = torch.tensor([[1.0, 1, 1], [1, 5, 1], [1, 1, 1]]).div(13).expand(3, 1, 3, 3)
     smooth = images.clone()
     smooth[:, :, 1:-1, 1:-1] = F.conv2d(images, kernel, groups=3)
@@ -71,25 +71,25 @@ def sharpen(images: Tensor, sign: Tensor) -> Tensor:
 
 
 def posterize(images: Tensor, sign: Tensor) -> Tensor:
-    """Keep the upper bits of each channel."""
+    """Return the images with only the upper bits of each channel."""
     step = 2 ** round(4 * STRENGTH)
     return (_levels(images) // step * step).float() / 255
 
 
 def solarize(images: Tensor, sign: Tensor) -> Tensor:
-    """Invert pixels that are brighter than a threshold."""
+    """Return the images with pixels inverted that are brighter than a threshold."""
     return torch.where(images >= 1 - STRENGTH, 1 - images, images)
 
 
 def autocontrast(images: Tensor, sign: Tensor) -> Tensor:
-    """Stretch each channel to the full range."""
+    """Return the images with each channel stretched to the full range."""
     low = images.amin(dim=(2, 3), keepdim=True)
     high = images.amax(dim=(2, 3), keepdim=True)
     return torch.where(high > low, (images - low) / (high - low).clamp(min=1e-6), images)
 
 
 def equalize(images: Tensor, sign: Tensor) -> Tensor:
-    """Flatten the histogram of each channel."""
+    """Return the images with the histogram of each channel flattened."""
     flat = _levels(images).flatten(2)  # (b, 3, H * W)
     counts = torch.zeros(*flat.shape[:2], 256, dtype=torch.long).scatter_add_(2, flat, torch.ones_like(flat))
     brightest = 255 - (counts.flip(2) > 0).int().argmax(dim=2, keepdim=True)

@@ -45,7 +45,7 @@ class Unreadable(FedgraftError):
 
 
 def decode_image(source: Source, window: Window = None, max_pixels: int = MAX_PIXELS) -> Image:
-    """Return the upright RGB image of a source, or raise `Unreadable` with the reason.
+    """Return the upright RGB image of a source of at most `max_pixels`, or raise `Unreadable` with the reason.
 
     `window` maps these two grey values of a deep image (16-bit, 32-bit, float) to black and white; without one, values
     are taken as they are and all above 255 are white, as `transformers` does. The brightest value that was cut off so
@@ -94,7 +94,7 @@ def _open_upright(source: Source, max_pixels: int) -> Image:
 
 
 def _open_header(source: Path | bytes, max_pixels: int) -> Image:
-    """Open a file or encoded image of a permitted format and size; nothing is decoded yet."""
+    """Return a file or encoded image opened by Pillow, of a permitted format and size; nothing is decoded yet."""
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(source, Path):
@@ -316,7 +316,10 @@ class PixelRule:
         return PixelRule(size, resize, new_edge, options["resample"], window)
 
     def to_preprocessor(self, mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
-        """Return the content of preprocessor_config.json with which `AutoImageProcessor` makes these very pixels."""
+        """Return the content of preprocessor_config.json with which `AutoImageProcessor` makes these very pixels.
+
+        `mean` and `std` of the channels are for its normalisation.
+        """
         size = {"height": self.edge, "width": self.edge}
         cropped = self.edge > self.size
         if self.resize == "crop":
@@ -361,7 +364,7 @@ _REQUIRED = {"do_resize": True, "do_rescale": True, "do_pad": False, "do_flip_ch
 
 
 def _check_supported(config: Mapping[str, Any], name: str) -> None:
-    """Refuse preprocessing with steps that the pixel rule does not have."""
+    """Raise for preprocessing with steps that the pixel rule does not have; `name` is the preprocessor's."""
     for key, required in _REQUIRED.items():
         if config.get(key, required) != required:
             raise FedgraftError(

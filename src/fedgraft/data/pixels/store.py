@@ -10,17 +10,17 @@ import functools
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.data.cache_limit import cache_dir
 from fedgraft.data.labelled import Labelled, check_range, short_digest
+from fedgraft.data.pixels.on_demand import DecodedPixels
 from fedgraft.data.pixels.originals import Originals, from_arrays
-from fedgraft.data.pixels.pixel_store import Pixels, open_pixels
+from fedgraft.data.pixels.pixel_store import Pixels, open_pixels, stored_pixels
 from fedgraft.data.pixels.rule import PixelRule
 
 log = logging.getLogger("fedgraft")
@@ -38,6 +38,8 @@ class ImageStore(Labelled):
 
     content: np.ndarray | Originals  # uint8 (M, H, W, 3)
     rows: np.ndarray | None = None  # (N,); None: all, in their order
+    keeps_pixels: bool = True
+    """Pixels made from originals are stored in the cache; else they are decoded whenever they are used."""
 
     @property
     def images(self) -> np.ndarray:
@@ -64,21 +66,26 @@ class ImageStore(Labelled):
             digest=short_digest(self.digest, rows.tobytes()),
         )
 
-    def open(self, rule: PixelRule) -> Pixels:
-        """Return the pixels that this rule makes, from the cache or made and cached now.
+    def open(self, rule: PixelRule) -> Pixels | DecodedPixels:
+        """Return the pixels that this rule makes: from the cache, made and cached now, or decoded when they are used.
 
-        Raise if some are unreadable.
+        Raise if some are unreadable; of pixels that are decoded later, that is known when they are used.
         """
         if isinstance(self.content, np.ndarray) and (_is_small(self.content.shape[1:3], rule) or not len(self)):
             return Pixels(self.content, self.digest, self.rows, rule.fit_batch)
         originals = self.originals
-        side = originals.side
+        stored_rule = rule
         fit = None
-        if side and _is_small((side, side), rule):  # stored at their own size, fitted when they are used
-            pixels = open_pixels(originals, PixelRule(side), cache_dir())
+        if originals.side and _is_small((originals.side, originals.side), rule):
+            stored_rule = PixelRule(originals.side)  # stored at their own size, fitted when they are used
             fit = rule.fit_batch
+        if self.keeps_pixels:
+            pixels = open_pixels(originals, stored_rule, cache_dir())
         else:
-            pixels = open_pixels(originals, rule, cache_dir())
+            stored = stored_pixels(originals, stored_rule, cache_dir())
+            if stored is None:
+                return DecodedPixels(originals, rule, short_digest(self.digest, rule.digest), self.rows)
+            pixels = stored
         self._refuse_unreadable(pixels)
         if pixels.clipped:
             _warn_clipped(pixels.digest, pixels.clipped, pixels.peak)
@@ -102,6 +109,18 @@ class ImageStore(Labelled):
         if not isinstance(self.content, Originals) or not len(self):
             return {}
         return self._unreadable_rows(open_pixels(self.content, rule or PixelRule(1), cache_dir()))
+
+    def without_stored_pixels(self) -> ImageStore:
+        """Return the same store, which decodes its originals whenever they are used; refuse originals in parquet."""
+        if isinstance(self.content, Originals) and not self.content.by_row:
+            raise FedgraftError(
+                "E-DATA-STORE-NONE",
+                f"images in {self.content.name} can be read only many at a time, so data.store='none' would read each "
+                "of them many times",
+                "leave data.store out, or unpack the images into a folder",
+                name=self.content.name,
+            )
+        return replace(self, keeps_pixels=False)
 
     def where(self, row: int) -> str:
         """Return how a person finds the image of a row, for example the path of its file."""
@@ -186,7 +205,7 @@ def store_of(content: np.ndarray | Originals, labels: np.ndarray, classes: Itera
 
 
 def _check_labels(labels: np.ndarray, count: int, classes: tuple[str, ...]) -> None:
-    """Refuse labels that are not one per image, or that have no class name."""
+    """Raise for labels that are not one for each of `count` images, or that have no class name."""
     if labels.shape != (count,):
         raise FedgraftError(
             "E-DATA-LABEL-COUNT",
@@ -206,14 +225,3 @@ def content_digest(images: np.ndarray, labels: np.ndarray, classes: tuple[str, .
     for start in range(0, len(images), _CHUNK):
         hasher.update(np.ascontiguousarray(images[start : start + _CHUNK]).data)
     return hasher.hexdigest()
-
-
-def cache_dir() -> Path:
-    """Return the folder of cached pixels and features: FEDGRAFT_CACHE, else `fedgraft` in the user's cache folder."""
-    chosen = os.environ.get("FEDGRAFT_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return Path(base) / "fedgraft"
-    return Path.home() / ".cache" / "fedgraft"

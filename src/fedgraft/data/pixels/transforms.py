@@ -137,7 +137,7 @@ class Transform:
         return randaugment(images, generator)
 
     def _normalise(self, images: Tensor) -> Tensor:
-        """Subtract the mean and divide by the standard deviation of each channel."""
+        """Return the images minus the mean, divided by the standard deviation of each channel."""
         mean = torch.tensor(self.mean).view(3, 1, 1)
         std = torch.tensor(self.std).view(3, 1, 1)
         return ((images - mean) / std).contiguous()
@@ -146,7 +146,8 @@ class Transform:
 def rule_for(network: Any, resize: str = "model", window: Window = None) -> PixelRule:
     """Return the pixel rule of a network.
 
-    `resize` is "crop" or "squash", or "model" for the network's own preprocessing, which is cropped where it has none.
+    `resize` is "crop" or "squash", or "model": as the network's own preprocessing does, "crop" where it has none.
+    `window` are the grey values of deep images that become black and white; None: as they are.
     """
     size = network.image_size
     rule = PixelRule(size)

@@ -61,7 +61,7 @@ _PATHS = ("path", "data", "x")  # what the first argument is called where a sour
 
 
 def load_dataset(source: str, path: str | Path | None = None, limit: int | None = None, **options: Any) -> Dataset:
-    """Open a data source by its name in `SOURCES`; no pixels are made yet.
+    """Return the dataset of a data source, by its name in `SOURCES`; no pixels are made yet.
 
     `path` is the file or folder of a source that needs one, `options` are those of the source. `limit` keeps at most so
     many examples of each part, stratified; None: all.
@@ -114,7 +114,7 @@ def _check_options(source: str, options: Mapping[str, Any]) -> None:
 
 
 def open_path(path: str | Path, **options: Any) -> Dataset:
-    """Open the data at a path with the source that `kind_of` finds, else as a folder per class.
+    """Return the dataset at a path, read by the source that `kind_of` finds, else as a folder per class.
 
     Options that this source does not have are left out: one with a test part of its own knows no test share.
     """

@@ -36,6 +36,15 @@ class Dataset:
         """Names of the classes, in the order of the labels."""
         return self.train.classes
 
+    def without_stored_pixels(self) -> Dataset:
+        """Return the same data, whose images are decoded whenever they are used and stored nowhere."""
+        stores = []
+        for store in (self.train, self.test):
+            if isinstance(store, ImageStore):
+                store = store.without_stored_pixels()
+            stores.append(store)
+        return replace(self, train=stores[0], test=stores[1])
+
     def __repr__(self) -> str:
         """Return name and sizes."""
         images = f"{len(self.train):,} training and {len(self.test):,} test images"
@@ -82,10 +91,10 @@ def assemble(
         columns = check_columns(part.columns, len(labels))
         stores.append(replace(store_of(part.content, labels, names), columns=columns))
         other_files += part.other_files
-    return replace(finish(name, stores, **options), other_files=tuple(other_files))
+    return replace(dataset_of_stores(name, stores, **options), other_files=tuple(other_files))
 
 
-def finish(
+def dataset_of_stores(
     name: str, stores: Sequence[Store], test_share: float = 0.2, seed: int = 0, unreadable: str = "refuse"
 ) -> Dataset:
     """Return the dataset of one store, or of a training and a test store.
@@ -104,16 +113,19 @@ def finish(
         )
     skipped: list[tuple[str, str]] = []
     if unreadable == "skip":
-        stores = [readable(store, skipped) for store in stores]
+        stores = [without_unreadable(store, skipped) for store in stores]
     if len(stores) == 2:
         train, test = stores
     else:
-        train, test = cut(stores[0], test_share, seed)
+        train, test = split_off_test(stores[0], test_share, seed)
     return Dataset(name, train, test, tuple(skipped))
 
 
-def cut(store: Store, share: float, seed: int) -> tuple[Store, Store]:
-    """Return (training store, test store): a stratified share of each class at each site, no group on both sides."""
+def split_off_test(store: Store, share: float, seed: int) -> tuple[Store, Store]:
+    """Return (training store, test store): the test store has `share` of each class at each site.
+
+    No group is on both sides.
+    """
     train, test = stratified_split(strata(store), share, seed, store.groups)
     if share and not len(test):
         raise FedgraftError(
@@ -133,8 +145,11 @@ def strata(store: Store) -> np.ndarray:
     return site.reshape(-1) * len(store.classes) + store.labels
 
 
-def readable(store: Store, skipped: list[tuple[str, str]], rule: PixelRule | None = None) -> Store:
-    """Return the rows that can be read; append the place of each other row, and the reason, to `skipped`."""
+def without_unreadable(store: Store, skipped: list[tuple[str, str]], rule: PixelRule | None = None) -> Store:
+    """Return the store of the rows that can be read; append the place of each other row, and the reason, to `skipped`.
+
+    Decodes every image once; `rule` is the pixel rule that they will be opened with, if it is known.
+    """
     if not isinstance(store, ImageStore):
         return store
     unreadable = store.unreadable(rule)

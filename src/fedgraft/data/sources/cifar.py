@@ -137,23 +137,26 @@ SIDE = 32
 
 
 def cifar10(path: str | Path | None = None) -> Dataset:
-    """Read CIFAR-10 from `path`, else FEDGRAFT_DATA, else ./data, else the Hub."""
+    """Return CIFAR-10, read from `path`, else FEDGRAFT_DATA, else ./data, else the Hub."""
     return _cifar("cifar10", path)
 
 
 def cifar100(path: str | Path | None = None) -> Dataset:
-    """Read CIFAR-100 from `path`, else FEDGRAFT_DATA, else ./data, else the Hub."""
+    """Return CIFAR-100, read from `path`, else FEDGRAFT_DATA, else ./data, else the Hub."""
     return _cifar("cifar100", path)
 
 
 def _cifar(name: str, path: str | Path | None) -> Dataset:
-    """Find and read a copy of this dataset ("cifar10" or "cifar100") at `path`, at the usual places, or on the Hub."""
+    """Return this dataset ("cifar10" or "cifar100") from a copy at `path`, at the usual places, or on the Hub."""
     read = _find_copy(name, path)
     return assemble(name, [_with_known_size(part) for part in read()], CLASSES[name])
 
 
 def _with_known_size(part: SourcePart) -> SourcePart:
-    """Mark encoded images as squares of 32 pixels, so that they are stored at that size; check arrays."""
+    """Return the part with encoded images marked as squares of 32 pixels; raise for an array of another size.
+
+    They are then stored at that size.
+    """
     if not isinstance(part.content, np.ndarray):
         return replace(part, content=replace(part.content, side=SIDE))
     if part.content.shape[1:] != (SIDE, SIDE, 3):
@@ -286,7 +289,7 @@ def _published_copy(name: str, folder: Path) -> Path | None:
 
 
 def _refuse_published(name: str, path: Path) -> list[SourcePart]:
-    """Refuse CIFAR as published."""
+    """Raise, because `path` is CIFAR as published; the error says how to convert it (it never returns)."""
     raise FedgraftError(
         "E-DATA-CIFAR-PUBLISHED",
         f"{path} is CIFAR as published, which is not read because loading its pickles can run code",

@@ -17,8 +17,8 @@ from fedgraft.data.sources.assemble import Dataset, Store
 _SHORTEST_WORD = 5  # letters from which one different letter is taken for a slip
 
 
-def slips(names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return pairs of names that look like one: (first, second, kind of difference).
+def similar_names(names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return pairs of names that may be misspellings of one class: (first, second, kind of difference).
 
     The kinds are class_space, class_case, class_punctuation and class_similar (one letter).
     """

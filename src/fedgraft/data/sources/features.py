@@ -53,7 +53,7 @@ def features(
 
     `test` is (x, y[, sites[, groups]]); None: a share is cut off. `classes` names the labels in their order.
     """
-    from fedgraft.data.sources.assemble import Dataset, finish
+    from fedgraft.data.sources.assemble import Dataset, dataset_of_stores
 
     if isinstance(x, str | Path):
         train_store, test_store = load_features(Path(x).expanduser())
@@ -68,7 +68,7 @@ def features(
         store = make_feature_store(np.asarray(values), labels, names)
         columns = check_columns({"site": site, "group": group}, len(store))
         stores.append(replace(store, columns=columns))
-    return finish("features", stores)
+    return dataset_of_stores("features", stores)
 
 
 def make_feature_store(features: np.ndarray, labels: np.ndarray, classes: Iterable[str]) -> FeatureStore:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.progress import phase
 from fedgraft.data.pixels.originals import from_files
 from fedgraft.data.pixels.rule import FORMATS
 from fedgraft.data.sources.assemble import Dataset, SourceOptions, SourcePart, assemble
 
 
 def folder(path: str | Path, classes: Sequence[str] | None = None, **options: Unpack[SourceOptions]) -> Dataset:
-    """Read images in one directory per class; below `train/` and `test/` if there are these, else a share is cut off.
+    """Return the images in one directory per class; of `train/` and `test/` if it has these, else a share is cut off.
 
     The classes of `train/` must include those of `test/`.
     """
@@ -30,7 +32,7 @@ def folder(path: str | Path, classes: Sequence[str] | None = None, **options: Un
 
 
 def owners(path: str | Path, classes: Sequence[str] | None = None, **options: Unpack[SourceOptions]) -> Dataset:
-    """Read one directory per owner, each as `folder` takes it; the owner's name becomes the row's site."""
+    """Return the images of one directory per owner, each as `folder` takes it; the owner's name is the row's site."""
     places = _directories(_existing_folder(path))
     if not places:
         raise FedgraftError(
@@ -53,7 +55,10 @@ def owners(path: str | Path, classes: Sequence[str] | None = None, **options: Un
 def _assemble_folders(
     name: str, places: Sequence[tuple[Path, str]], classes: Sequence[str] | None, **options: Unpack[SourceOptions]
 ) -> Dataset:
-    """Return the dataset of these (folder, owner), which all have `train/` and `test/`, or none of them."""
+    """Return the dataset `name` of these (folder, owner), which all have `train/` and `test/`, or none of them.
+
+    `classes` and `options` are those of `assemble`.
+    """
     if not is_class_folder(places[0][0]):
         return assemble(name, [list_images(places)], classes, **options)
     train = list_images([(place / "train", owner) for place, owner in places])
@@ -114,39 +119,50 @@ def list_images(places: Sequence[tuple[Path, str]]) -> SourcePart:
     labels: list[str] = []
     sites: list[str] = []
     other_files: list[str] = []
-    for place, owner in places:
-        class_folders = _directories(place)
-        if not class_folders:
-            raise FedgraftError(
-                "E-DATA-NO-CLASS-FOLDERS",
-                f"{place} holds no class folders",
-                "put the images of each class in a folder of its own",
-                path=str(place),
-            )
-        for class_folder in class_folders:
-            images = []
-            for file in sorted(class_folder.rglob("*")):
-                if not file.is_file() or file.name.startswith("."):
-                    continue
-                if file.suffix.lower() in endings():
-                    images.append(file)
-                else:
-                    other_files.append(owner)
-            if not images:
+    with phase("listing images", 0, "files") as progress:
+        for place, owner in places:
+            class_folders = _directories(place)
+            if not class_folders:
                 raise FedgraftError(
-                    "E-DATA-EMPTY-FOLDER",
-                    f"the class folder {class_folder} holds no images",
-                    "add some or remove it",
-                    path=str(class_folder),
+                    "E-DATA-NO-CLASS-FOLDERS",
+                    f"{place} holds no class folders",
+                    "put the images of each class in a folder of its own",
+                    path=str(place),
                 )
-            files += images
-            labels += [class_folder.name] * len(images)
-            if owner:
-                sites += [owner] * len(images)
+            for class_folder in class_folders:
+                images = []
+                for file in _files_below(class_folder):
+                    if file.suffix.lower() in endings():
+                        images.append(file)
+                    else:
+                        other_files.append(owner)
+                if not images:
+                    raise FedgraftError(
+                        "E-DATA-EMPTY-FOLDER",
+                        f"the class folder {class_folder} holds no images",
+                        "add some or remove it",
+                        path=str(class_folder),
+                    )
+                progress.advance(len(images))
+                files += images
+                labels += [class_folder.name] * len(images)
+                if owner:
+                    sites += [owner] * len(images)
     columns = {}
     if sites:
         columns["site"] = sites
     return SourcePart(from_files(files), labels, columns, tuple(other_files))
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return the visible files below a folder, at any depth, sorted; folders behind a link are not entered."""
+    files = []
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            file = Path(parent, name)
+            if not name.startswith(".") and file.is_file():  # no broken link, no device
+                files.append(file)
+    return sorted(files)
 
 
 def _directories(path: Path) -> list[Path]:

@@ -111,6 +111,6 @@ def _joined_content(stores: list[ImageStore]) -> np.ndarray | originals.Original
     for store in stores:
         part = store.originals
         if store.rows is not None:
-            part = originals.chosen(part, store.rows)
+            part = originals.take_rows(part, store.rows)
         parts.append(part)
     return originals.joined(parts)

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.sources.assemble import Dataset, SourceOptions, SourcePart, assemble
-from fedgraft.data.sources.npz_file import npz_names, read_npz, read_rows
+from fedgraft.data.sources.npz_file import npz_names, read_npz, read_plain_columns
 
 
 def npz(
@@ -23,7 +23,7 @@ def npz(
     classes: Sequence[str] | None = None,
     **options: Unpack[SourceOptions],
 ) -> Dataset:
-    """Read the arrays `{image}_train` and `{label}_train` (or `train_{image}`, or just `{image}`), `_test` likewise.
+    """Return the dataset of arrays `{image}_train` and `{label}_train` (or `train_{image}`, or `{image}`), and `_test`.
 
     Images are uint8 (N, height, width), (N, height, width, 3) or (N, 3, height, width). An array `classes` may name
     the labels.
@@ -69,7 +69,7 @@ def read_part(path: Path, part: str, names: dict[str, str | None]) -> SourcePart
     images = rgb(values[array_names["image"]], f"{array_names['image']} of {path}")
     part_affix = re.compile(rf"^{part}_|_{part}$" if part else "$^")
     columns: dict[str, Any] = {}
-    for name, column in read_rows(path).items():
+    for name, column in read_plain_columns(path).items():
         if len(column) == len(labels) and name not in array_names.values():
             columns[part_affix.sub("", name)] = column
     for key in ("site", "group"):
@@ -79,7 +79,10 @@ def read_part(path: Path, part: str, names: dict[str, str | None]) -> SourcePart
 
 
 def rgb(images: np.ndarray, where: str = "the array") -> np.ndarray:
-    """Return images (N, H, W), (N, H, W, C) or (N, C, H, W) of 1, 3 or 4 channels as (N, H, W, 3); alpha is dropped."""
+    """Return images (N, H, W), (N, H, W, C) or (N, C, H, W) of 1, 3 or 4 channels as (N, H, W, 3); alpha is dropped.
+
+    `where` names the array in the error.
+    """
     channels_last = images.ndim == 4 and images.shape[3] in (1, 3, 4)
     channels_first = images.ndim == 4 and not channels_last and images.shape[1] in (1, 3, 4)
     if images.dtype != np.uint8 or not (images.ndim == 3 or channels_first or channels_last):

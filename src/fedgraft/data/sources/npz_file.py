@@ -40,8 +40,8 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
         raise _unreadable(path, error) from error
 
 
-def read_rows(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of names or whole numbers with one axis, by name: possible columns of the rows."""
+def read_plain_columns(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays with one axis, of texts or whole numbers, by name: what may be columns such as site."""
     names = []
     with zipfile.ZipFile(path) as archive:
         for member in archive.namelist():

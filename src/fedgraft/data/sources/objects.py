@@ -28,7 +28,7 @@ def arrays(
     test: Sequence[Any] | None = None,
     **options: Unpack[SourceOptions],
 ) -> Dataset:
-    """Take images as an array of bytes (or of these divided by 255) or a list of arrays or Pillow images, and labels.
+    """Return a dataset of images and labels in memory: bytes (or these divided by 255), or a list of images.
 
     Labels are names or numbers; `test` is (x, y[, sites[, groups]]).
     """
@@ -48,7 +48,7 @@ def dataset(
     classes: Sequence[str] | None = None,
     **options: Unpack[SourceOptions],
 ) -> Dataset:
-    """Take a torch `Dataset` of (image, label), a `datasets.Dataset`, a `DatasetDict`, or a folder `datasets` saved.
+    """Return a dataset of a torch `Dataset` of (image, label), a `datasets.Dataset`, a `DatasetDict`, or a saved one.
 
     The column names are for `datasets`. `test` is a second object of the kind; a `DatasetDict` brings its own, called
     test or else validation.
@@ -82,7 +82,7 @@ def _parts_of_dict(data: Mapping[str, Any], test: Any) -> list[Any]:
 
 
 def _part_of_arrays(x: Any, y: Any, sites: Any = None, groups: Any = None) -> SourcePart:
-    """Return images and labels in memory as one part; images of one size stay an array."""
+    """Return images `x` and labels `y` in memory as one part; images of one size stay an array."""
     columns = {"site": sites, "group": groups}
     if not hasattr(x, "shape"):
         return SourcePart(from_arrays([plain_image(image) for image in x]), y, columns)
@@ -122,7 +122,7 @@ def plain_image(value: Any) -> Any:
 
 
 def _read_part(data: Any, names: dict[str, str | None]) -> SourcePart:
-    """Return a `datasets.Dataset` or a torch `Dataset` as one part."""
+    """Return a `datasets.Dataset` or a torch `Dataset` as one part; `names` are the columns, by purpose."""
     if hasattr(data, "__len__") and hasattr(data, "column_names") and hasattr(data, "features"):
         return from_columns(data, names)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):

@@ -27,7 +27,7 @@ def parquet(
     classes: Sequence[str] | None = None,
     **options: Unpack[SourceOptions],
 ) -> Dataset:
-    """Read a parquet file, or a folder of them: files with `train` and with `test` in their names are the two parts.
+    """Return a dataset of a parquet file or a folder of them: those with `train` and `test` in their names are parts.
 
     Names of the classes come from the file (as `datasets` writes them) or from a `labels.json` beside it. The columns
     `site` and `group` are found under these names unless others are given.
@@ -84,14 +84,20 @@ def pick_column(names: Iterable[str], candidates: Sequence[str], where: str) -> 
 
 
 def image_column(available: Iterable[str], names: dict[str, str | None], where: str) -> str:
-    """Return the column of the images: the one that was named, or one of the usual names."""
+    """Return the column of the images: `names["image"]`, or for the default name one of the usual names.
+
+    Raises if it is not `available`; `where` names the data in the error.
+    """
     if names["image"] == "image":
         return pick_column(available, IMAGE_COLUMNS, where)
     return pick_column(available, (str(names["image"]),), where)
 
 
 def add_site_and_group(columns: dict[str, Any], names: dict[str, str | None], where: str) -> dict[str, Any]:
-    """Add the columns that were named as site and group under these names; changes and returns `columns`."""
+    """Add to `columns`, in place, copies of those that `names` calls "site" and "group", under these two names.
+
+    Returns `columns`. Raises if one is missing or has gaps; `where` names the data in the error.
+    """
     for key in ("site", "group"):
         name = names.get(key)
         if name is not None:
@@ -165,7 +171,7 @@ def _schema(path: Path) -> Any:
 
 
 def _plain_columns(path: Path, without: set[str]) -> list[str]:
-    """Return the columns of text or whole numbers, without these."""
+    """Return the names of the columns of text or whole numbers, except those in `without`."""
     import pyarrow as pa
 
     names = []
@@ -219,7 +225,10 @@ def short_columns(columns: dict[str, list[Any]]) -> dict[str, np.ndarray]:
 
 
 def _class_names(path: Path, label: str) -> list[str] | None:
-    """Return the names that the file itself holds (as `datasets` writes them), or a `labels.json` beside it."""
+    """Return the class names of the column `label`: those in the file (as `datasets` writes them), else labels.json's.
+
+    None if neither has some; `labels.json` lies beside the file.
+    """
     metadata = (_schema(path).metadata or {}).get(b"huggingface", b"{}")
     try:
         names = json.loads(metadata)["info"]["features"][label].get("names")

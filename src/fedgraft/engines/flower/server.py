@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,7 +99,7 @@ class FlowerEngine:
         self.clock = clock
         self.sleep = sleep
         self.registry = NodeRegistry(transport, clients, clock, members)
-        self.memory: dict[int, ClientMemory] = {}
+        self.memory: MutableMapping[int, ClientMemory] = {}
         self.classes: tuple[str, ...] = ()
         """The federation's classes, if nodes have data of their own."""
         self._opened: Part | None = None

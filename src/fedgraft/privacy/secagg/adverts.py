@@ -20,11 +20,14 @@ def part_of(advert: bytes, kind: str) -> bytes:
 
 
 def advert_text(plan: Plan, client: int, public: bytes, drawn: Sequence[int]) -> bytes:
-    """Return what a client signs about itself: keys, run fingerprint and share holders, bound to this plan."""
-    return plan.bound("advert", client, public.hex(), *drawn)
+    """Return what a client signs about itself, bound to this plan.
+
+    `public` are its keys and run fingerprint as in the advert, `drawn` the holders of its shares.
+    """
+    return plan.context_bytes("advert", client, public.hex(), *drawn)
 
 
-def genuine(plan: Plan, client: int, advert: bytes, drawn: Sequence[int]) -> bool:
+def is_genuine_advert(plan: Plan, client: int, advert: bytes, drawn: Sequence[int]) -> bool:
     """Return whether the identity named in an advert signed it, with holders that the client can have drawn."""
     public = advert[:-SIGNATURE_BYTES]
     signature = advert[-SIGNATURE_BYTES:]
@@ -34,5 +37,8 @@ def genuine(plan: Plan, client: int, advert: bytes, drawn: Sequence[int]) -> boo
 
 
 def lists_text(plan: Plan, shared: Sequence[int], alive: Sequence[int]) -> bytes:
-    """Return what all survivors sign: the same bytes exactly when the server sent them the same lists."""
-    return plan.bound("lists", str(list(shared)), str(list(alive)))
+    """Return what all survivors sign: the same bytes exactly when the server sent them the same lists.
+
+    `shared` are the clients that shared their keys, `alive` those whose masked input arrived.
+    """
+    return plan.context_bytes("lists", str(list(shared)), str(list(alive)))

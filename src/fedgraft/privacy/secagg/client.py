@@ -24,7 +24,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Response, pack, unpack
 from fedgraft.privacy.secagg import keys as crypto
 from fedgraft.privacy.secagg import shamir
-from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, advert_text, genuine, lists_text, part_of
+from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, advert_text, is_genuine_advert, lists_text, part_of
 from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES, TAG_BYTES, Identity, SecureRefusal
 from fedgraft.privacy.secagg.plan import STAGES, Data, Plan
 
@@ -125,7 +125,7 @@ class SecureClient:
     def resume(
         cls, plan: Plan, client: int, identity: Identity, state: bytes, run_fingerprint: str = ""
     ) -> SecureClient:
-        """Return the client that wrote this state."""
+        """Return the client that wrote this `state`, to go on with the next stage; arguments as of the class."""
         resumed = cls(plan, client, identity, run_fingerprint=run_fingerprint)
         resumed.progress = ClientProgress(**json.loads(state))
         return resumed
@@ -186,7 +186,7 @@ class SecureClient:
     def keys(self, data: Data) -> dict[str, Tensor]:
         """Draw this sum's keys and holders, store them, and return the signed advert of the public keys."""
         with self._turn("keys"):
-            self.identity.serve(self.plan)
+            self.identity.record_served(self.plan)
             drawn = self.plan.draw(self.client, self.entropy)
             self.progress.drawn = list(drawn)
             box_key = self.entropy(KEY_BYTES)
@@ -201,7 +201,10 @@ class SecureClient:
             return {"advert": as_tensor(advertised + signature), "drawn": torch.tensor(drawn, dtype=torch.int64)}
 
     def shares(self, data: Data) -> dict[str, Tensor]:
-        """Check the neighbours' keys, then send each holder a box with a share of the mask key and one of the seed."""
+        """Check the neighbours' keys and return one sealed box per holder of shares, and a commitment to the seed.
+
+        A box holds a share of the mask key and one of the seed; the server passes it on. Own shares are stored.
+        """
         with self._turn("shares"):
             self._read_adverts(data)
             holders = self._own_holders()
@@ -216,7 +219,7 @@ class SecureClient:
             boxes = []
             for holder in holders:
                 point = self.plan.places[holder]
-                purpose = self.plan.bound("box", self.client, holder)
+                purpose = self.plan.context_bytes("box", self.client, holder)
                 box_key = agree(self._public(holder, "box"), purpose)
                 boxes.append(crypto.seal(box_key, key_shares[point] + seed_shares[point], purpose))
             return {"boxes": as_tensor(boxes), "commitment": as_tensor(crypto.commitment(seed))}
@@ -225,7 +228,7 @@ class SecureClient:
         """Check and store the neighbours' adverts in the server's payload, and whose shares this client will hold."""
         neighbours = self._read_ids(data, "ids", set(self.plan.clients) - {self.client})
         adverts = self._read_rows(data, "adverts", len(neighbours), ADVERT_BYTES)
-        self._need(set(neighbours))
+        self._require_holders(set(neighbours))
         draws = self._read_draws(data, neighbours)
         owners = []
         for neighbour, advert, drawn in zip(neighbours, adverts, draws, strict=True):
@@ -252,7 +255,7 @@ class SecureClient:
             share_owners = set(self.progress.owners)
             owners = [neighbour for neighbour in neighbours if neighbour in share_owners]
             boxes = self._read_rows(data, "boxes", len(owners), BOX_BYTES)
-            self._need(set(neighbours))
+            self._require_holders(set(neighbours))
             if words.dtype != np.uint32 or words.shape != (self.plan.ring.length,):
                 raise FedgraftError(
                     "E-PRIVACY-SUM-WORDS",
@@ -261,7 +264,7 @@ class SecureClient:
                 )
             agree = crypto.agreement(bytes.fromhex(self.progress.box_key))
             for owner, box in zip(owners, boxes, strict=True):
-                purpose = self.plan.bound("box", owner, self.client)
+                purpose = self.plan.context_bytes("box", owner, self.client)
                 box_key = agree(self._public(owner, "box"), purpose)
                 self.progress.shares[str(owner)] = crypto.unseal(box_key, box, purpose, owner).hex()
             self.progress.masked = neighbours
@@ -290,7 +293,7 @@ class SecureClient:
                 )
             if self.client not in alive:
                 raise SecureRefusal("this client sent its input and is listed as lost", check="survivor list")
-            self._need(set(alive))
+            self._require_holders(set(alive))
             self.progress.shared = shared
             self.progress.alive = alive
             return {"signature": as_tensor(crypto.sign(self.identity.private, self._lists()))}
@@ -304,7 +307,7 @@ class SecureClient:
             alive = set(self.progress.alive)
             signers = self._read_ids(data, "ids", alive & self._neighbours())
             signatures = self._read_rows(data, "signatures", len(signers), SIGNATURE_BYTES)
-            self._need(set(signers))
+            self._require_holders(set(signers))
             text = self._lists()
             for signer, signature in zip(signers, signatures, strict=True):
                 if not crypto.verify_signature(self._public(signer, "identity"), signature, text):
@@ -338,8 +341,8 @@ class SecureClient:
         """Return the clients tied to this one that advertised."""
         return set(map(int, self.progress.adverts))
 
-    def _need(self, present: set[int]) -> None:
-        """Refuse to go on with fewer holders of this client's shares than open its secrets."""
+    def _require_holders(self, present: set[int]) -> None:
+        """Raise `SecureRefusal` if fewer holders of this client's shares are `present` than open its secrets."""
         if not self.plan.enough(self.client, self.progress.drawn, present | {self.client}):
             raise SecureRefusal(
                 f"fewer than {self.plan.needed} holders of this client's shares are left", check="holders"
@@ -383,14 +386,14 @@ class SecureClient:
         `client` is the peer, `drawn` are the holders it drew; a peer seen for the first time is pinned.
         """
         self.identity.recognise(client, part_of(advert, "identity"))
-        if not genuine(self.plan, client, advert, drawn):
+        if not is_genuine_advert(self.plan, client, advert, drawn):
             raise SecureRefusal(
                 f"the keys of client {client} are not the ones it signed for this round", check="advert", client=client
             )
         self._check_run_fingerprint(client, advert)
 
     def _check_run_fingerprint(self, client: int, advert: bytes) -> None:
-        """Refuse a peer that works on another run."""
+        """Raise `SecureRefusal` if the peer `client` works on another run, by the fingerprint in its advert."""
         if part_of(advert, "ground") != self.run_fingerprint:
             raise SecureRefusal(
                 f"client {client} was told another config, head, edit space or classes",
@@ -416,9 +419,12 @@ def _malformed(name: str, kind: str) -> SecureRefusal:
 
 def self_key(plan: Plan, client: int, seed: bytes) -> bytes:
     """Return the key of the mask that a client puts over its own input."""
-    return crypto.derive_key(seed, plan.bound("self", client))
+    return crypto.derive_key(seed, plan.context_bytes("self", client))
 
 
 def pair_key(plan: Plan, client: int, peer: int, agree: crypto.Agree, public: bytes) -> bytes:
-    """Return the key of the mask that two clients share; both sides derive the same."""
-    return agree(public, plan.bound("pair", min(client, peer), max(client, peer)))
+    """Return the key of the mask that two clients share; both sides derive the same.
+
+    `agree` is the agreement of one side's private key, `public` the other's public key.
+    """
+    return agree(public, plan.context_bytes("pair", min(client, peer), max(client, peer)))

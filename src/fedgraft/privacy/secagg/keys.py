@@ -121,7 +121,10 @@ def add_keystream(words: Words, key: bytes, sign: int = 1) -> None:
 
 
 def seal(key: bytes, text: bytes, bound: bytes) -> bytes:
-    """Return an authenticated box. Each key closes one box only, so the nonce can be constant."""
+    """Return `text` encrypted and authenticated, together with the context `bound`, which is not in the box.
+
+    Each key closes one box only, so the nonce can be constant.
+    """
     return bytes(_crypto().Box(key).encrypt(bytes(12), text, bound))
 
 
@@ -130,7 +133,10 @@ OF = "of client "
 
 
 def unseal(key: bytes, box: bytes, bound: bytes, sender: int) -> bytes:
-    """Return the contents of a box; `SecureRefusal` if the key, the contents or the binding differ."""
+    """Return the contents of a box; raise `SecureRefusal` if the key, the contents or the context `bound` differ.
+
+    `sender` is the client that closed it, for the error.
+    """
     library = _crypto()
     try:
         return bytes(library.Box(key).decrypt(bytes(12), box, bound))
@@ -205,7 +211,7 @@ class Identity:
                 f"client {client} appears with another identity key than before", check="identity", client=client
             )
 
-    def serve(self, plan: Plan) -> None:
+    def record_served(self, plan: Plan) -> None:
         """Record that this client takes part in the planned sum; refuse a sum that it must not serve.
 
         That is one not after the last of its series, or outside the rounds the same request under another number or

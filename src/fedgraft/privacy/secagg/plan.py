@@ -149,18 +149,22 @@ class Plan:
         """Identity of the plan; every key and signature is bound to it."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
-    def bound(self, purpose: str, *who: int | str) -> bytes:
+    def context_bytes(self, purpose: str, *who: int | str) -> bytes:
         """Return context bytes that bind a key, box or signature to this plan, a purpose and the clients in `who`."""
         return context(self.run, self.round, self.digest, purpose, *who)
 
     def enough(self, client: int, drawn: Iterable[int], present: set[int]) -> bool:
-        """Return whether enough holders of a client's shares are present, itself among them."""
+        """Return whether enough holders of a client's shares are `present`; `drawn` are those that it drew.
+
+        It holds one itself; where all others hold its shares it must be present.
+        """
         if not self.draws:
             return len(present) >= self.needed and client in present
         return len(present & {client, *drawn}) >= self.needed
 
     @cached_property
     def _text(self) -> bytes:
+        """The plan as JSON."""
         return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True).encode()
 
     def to_bytes(self) -> bytes:
@@ -169,7 +173,10 @@ class Plan:
 
     @classmethod
     def from_bytes(cls, data: bytes, most: int = MOST_CLIENTS) -> Plan:
-        """Return the plan that `to_bytes` wrote; refuse anything else, and too large a plan before it is parsed."""
+        """Return the plan that `to_bytes` wrote; raise for anything else, and for a plan of more than `most` clients.
+
+        One with too many bytes is refused before it is parsed.
+        """
         if len(data) > PLAN_BYTES:
             raise FedgraftError(
                 "E-PRIVACY-PLAN-BYTES",

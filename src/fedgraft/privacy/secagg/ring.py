@@ -4,7 +4,7 @@ The step is chosen from the number of clients so that their sum cannot leave [-(
 and a sum in the ring is the sum of the integers. Rounding is stochastic, so the error has mean zero; it is under one
 step per client. The generator is the caller's: same seed, same bytes.
 
-Values beyond the limit of their segment are set to it; `cut` names such segments, so that it can be reported.
+Values beyond the limit of their segment are set to it; `cut_segments` names such segments, so that it can be reported.
 
 A segment with a step of its own is finer than one word can be. Its numbers are integers of several digits, one word
 each, with room in every word for the carries of all clients; they are rounded to the nearest, and one that does not
@@ -117,13 +117,13 @@ class Ring:
         return sum(segment.length * self.words(segment) for segment in self.segments)
 
     def step(self, name: str) -> float:
-        """Return the distance of neighbouring numbers in a segment."""
+        """Return the distance of neighbouring fixed-point numbers in the segment of this name."""
         segment = next(segment for segment in self.segments if segment.name == name)
         if segment.step is None:
             return segment.limit / self.level
         return segment.step
 
-    def cut(self, values: Mapping[str, Tensor]) -> list[str]:
+    def cut_segments(self, values: Mapping[str, Tensor]) -> list[str]:
         """Return the names of segments with a number that `encode` would cut: beyond the limit by over a step."""
         names = []
         for segment in self.segments:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedgraft.aggregate.codecs import BadPayload, check_tensor
 from fedgraft.privacy.secagg import keys as crypto
 from fedgraft.privacy.secagg import shamir
-from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, genuine, lists_text, part_of
+from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, is_genuine_advert, lists_text, part_of
 from fedgraft.privacy.secagg.client import BOX_BYTES, as_rows, as_tensor, pair_key, self_key
 from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES
 from fedgraft.privacy.secagg.plan import STAGES, Data, Plan, SecureAbort
@@ -90,7 +90,7 @@ class SecureServer:
         }
         return steps[stage](dict(pairs))
 
-    def largest(self, stage: str) -> int:
+    def largest_answer(self, stage: str) -> int:
         """Return the most bytes of tensors that an answer to a stage can have."""
         sizes = {
             "keys": ADVERT_BYTES + 8 * self.plan.draws,
@@ -143,7 +143,7 @@ class SecureServer:
         A first identity is pinned.
         """
         identity = part_of(advert, "identity")
-        if not genuine(self.plan, client, advert, drawn):
+        if not is_genuine_advert(self.plan, client, advert, drawn):
             return "its keys are not signed by it, or it drew holders that it cannot have"
         if self.known.setdefault(client, identity) != identity:
             return "it has another identity than before"
@@ -153,7 +153,7 @@ class SecureServer:
         return ""
 
     def _tie(self) -> None:
-        """Derive who shares a mask with whom, among those that advertised."""
+        """Set `ties`: who shares a mask with whom, among those that advertised."""
         present = sorted(self.adverts)
         ties: dict[int, set[int]] = {client: set() for client in present}
         for client in present:
@@ -166,12 +166,13 @@ class SecureServer:
         self.ties = {client: sorted(neighbours) for client, neighbours in ties.items()}
 
     def _holds(self, owner: int, other: int) -> bool:
+        """Return whether `other` holds shares of `owner`."""
         return self.plan.holds(self.drawn[owner], owner, other)
 
     # ---- shares
 
     def shares(self, answers: Mapping[int, Data]) -> Outbox:
-        """Pass the sealed share boxes on to their receivers; drop clients with too few holders left.
+        """Return the sealed share boxes by receiver; clients with too few holders left are lost.
 
         This happens before any mask depends on them.
         """
@@ -254,7 +255,8 @@ class SecureServer:
     def unmask(self, answers: Mapping[int, Data]) -> Outbox:
         """Rebuild the survivors' seeds and the lost clients' mask keys, remove their masks, and decode the sum.
 
-        The sum is in `result`; too few or wrong shares raise `SecureAbort`.
+        The sum is in `result`, and nothing more is to be sent (it returns {}); too few or wrong shares raise
+        `SecureAbort`.
         """
         held: dict[int, dict[int, bytes]] = {owner: {} for owner in self.shared}  # owner -> point of holder -> share
         for holder in self.alive:
@@ -366,7 +368,7 @@ class SecureServer:
         )
 
     def _table(self, client: int, rows: Mapping[int, bytes], name: str, width: int) -> dict[str, Tensor]:
-        """Return the rows of a client's neighbours as a table, with their ids."""
+        """Return the `rows` of a client's neighbours as a table of `width` bytes under `name`, and their "ids"."""
         ids = [neighbour for neighbour in self.ties[client] if neighbour in rows]
         table = as_tensor([rows[neighbour] for neighbour in ids]).view(-1, width)
         return {"ids": torch.tensor(ids, dtype=torch.int64), name: table}

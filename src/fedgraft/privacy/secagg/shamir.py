@@ -40,8 +40,8 @@ def split(
     return shares
 
 
-def aggregate(shares: Mapping[int, bytes]) -> bytes:
-    """Return the secret from exactly as many shares as are needed, by Lagrange interpolation at zero.
+def combine(shares: Mapping[int, bytes]) -> bytes:
+    """Return the secret that the shares give together, exactly as many as are needed: Lagrange interpolation at zero.
 
     `shares` are by holder (point). Raises `WrongShares` if they give no secret of 32 bytes.
     """
@@ -65,7 +65,7 @@ def recover(shares: Mapping[int, bytes], threshold: int, genuine: Callable[[byte
         for start in range(len(holders)):
             chosen = [holders[(start + i) % len(holders)] for i in range(threshold)]
             try:
-                secret = aggregate({x: shares[x] for x in chosen})
+                secret = combine({x: shares[x] for x in chosen})
             except WrongShares:
                 continue
             if genuine(secret):
