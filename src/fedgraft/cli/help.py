@@ -68,6 +68,7 @@ EXAMPLES: Mapping[str, str] = {
     "deploy submit": "fedgraft deploy submit federation",
     "deploy status": "fedgraft deploy status federation",
     "deploy stop": "fedgraft deploy stop federation",
+    "deploy app": "fedgraft deploy app flower-app mine.toml --nodes 4",
     "deploy local": "fedgraft deploy local mine.toml --nodes 4",
     "deploy policy": "fedgraft deploy policy mine.toml --key north.key",
     "deploy fingerprint": "fedgraft deploy fingerprint north.pub",

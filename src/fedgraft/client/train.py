@@ -115,6 +115,9 @@ def _fit(
     training_rows = context.rows(request.client)
     if algorithm.client_state.aside:
         training_rows, _ = split_aside(training_rows, algorithm.client_state.aside, context.seed, request.client)
+    progress = None
+    if context.progress is not None:
+        progress = context.progress(purpose)
     return train(
         context.network,
         bound,
@@ -129,6 +132,7 @@ def _fit(
         memory,
         _optimizer_state(algorithm, memory),
         context.class_counts,
+        progress,
     )
 
 

@@ -37,6 +37,12 @@ class RoundsTable(Section):
         gt=0,
         description="seconds that clients have for one request; later responses do not count (default: no limit)",
     )
+    enough: int | None = Field(
+        None,
+        ge=1,
+        description="in a deployment: a round ends when so many clients have answered; until the deadline it waits for "
+        "nodes that are gone, too (default: it waits for all that are connected)",
+    )
     norm_bound: float | None = Field(None, gt=0, description="refuse updates of a larger norm")
     norm_factor: float = Field(
         30.0, ge=0, description="refuse updates longer than so many times the median length; 0: none"

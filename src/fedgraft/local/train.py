@@ -22,6 +22,7 @@ from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.loss_scale import LossScale
 from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
 from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, new_state, sgdm, state_on
+from fedgraft.local.progress import Snapshot, TrainingProgress, resumable
 
 
 class Flat(Protocol):
@@ -233,6 +234,7 @@ def train(
     memory: Mapping[str, Tensor] | None = None,
     state: OptimizerState | None = None,
     counts: Tensor | None = None,
+    progress: TrainingProgress | None = None,
 ) -> Trained:
     """Train the flat vector, and with it the network, on these rows in place; buffers are read back at the end.
 
@@ -247,6 +249,7 @@ def train(
         memory: the client's memory, which is read and not changed.
         state: the optimizer's state of the last round, which is changed in place; None: a new one.
         counts: images of each class over all clients, where loss or sampling needs them.
+        progress: where it is saved now and then; a training that was interrupted continues to the same bits.
 
     A batch of one image (a client with one image, or the last batch of an epoch) can leave a batch-norm layer with a
     single value per channel, which has no variance. Such a layer then normalises with its running statistics and does
@@ -268,14 +271,32 @@ def train(
         class_weights = balancing(known_counts(loss_context, rule.sampling == "federation"))
         chances = fetch(class_weights)[row_labels].double()
     value = loss.begin(loss_context)
-    losses = []
-    rates = []
+    losses: list[Tensor] = []
+    rates: list[float] = []
     skipped = 0
     loss_scale: LossScale | None = None
     if rule.amp == "float16":
         loss_scale = LossScale.remembered(memory or {})
+    if progress is not None and not resumable((loss.begin, rule.correction.adjust, rule.optimizer.step)):
+        progress = None
+    states = [optimizer_state for _, _, optimizer_state in groups]
+    done = 0
+    if progress is not None:
+        snapshot = Snapshot(0, flat.values, states, augment, losses, rates, 0, loss_scale)
+        saved = progress.load()
+        if saved is not None:
+            snapshot.restore(saved)
+            flat.load(snapshot.values)
+            done = snapshot.step
+            skipped = snapshot.skipped
     steps = counted("training", batches(rows, rule, shuffle, chances), rule.steps_for(len(rows)), "steps")
     for step, batch in enumerate(steps):
+        if step < done:
+            continue
+        if progress is not None and progress.due():
+            flat.pull_buffers()
+            present = Snapshot(step, flat.values, states, augment, losses, rates, skipped, loss_scale)
+            progress.save(present.to_tensors())
         inputs = device.put(examples.batch(batch, augment))
         labels = device.put(examples.labels[batch])
         with device.autocast(rule.amp), lone_values_by_running_statistics(network, len(batch)):

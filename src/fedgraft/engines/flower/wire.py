@@ -14,10 +14,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-HELLO = "query.hello"
-"""Flower's message type of a greeting."""
-REQUEST = "train.request"
-"""Flower's message type of a request."""
 _STYPE = "fedgraft"
 _SETTINGS = "words"  # the name of the record of settings
 
@@ -45,44 +41,6 @@ def unpack_content(content: RecordDict) -> tuple[dict[str, bytes], dict[str, Any
     if not isinstance(settings, ConfigRecord):
         return parts, {}
     return parts, dict(settings)
-
-
-def whole_number(settings: Mapping[str, Any], name: str, default: int = -1) -> int:
-    """Return a setting that must be an integer; the default if it is not."""
-    value = settings.get(name)
-    if type(value) is not int:
-        return default
-    return value
-
-
-def text_setting(settings: Mapping[str, Any], name: str) -> str:
-    """Return a setting that must be a text, as one printable line; empty if it is not."""
-    value = settings.get(name)
-    if not isinstance(value, str):
-        return ""
-    return printable(value)
-
-
-def printable(sentence: str) -> str:
-    """Return at most 500 characters of an untrusted text with control characters replaced by spaces.
-
-    Control characters could move a cursor or begin a new line in a log.
-    """
-    letters = []
-    for letter in sentence[:500]:
-        if letter.isprintable():
-            letters.append(letter)
-        else:
-            letters.append(" ")
-    return "".join(letters)
-
-
-def name_list(settings: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return a setting that must be a list of texts, without control characters; empty if it is not."""
-    value = settings.get(name)
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        return ()
-    return tuple(map(printable, value))
 
 
 def server_app(main: Callable[[Grid, Context], None]) -> ServerApp:
