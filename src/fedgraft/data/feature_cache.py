@@ -15,6 +15,7 @@ import platform
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -230,7 +231,9 @@ class CachedExamples:
         else:
             batches = self._blocks(places)
         with phase(EXTRACTION, sum(map(len, batches)), "images") as progress:
-            for batch in batches:
+            for batch, next_batch in zip_longest(batches, batches[1:]):
+                if next_batch is not None and self._lower is None:
+                    self.examples.prefetch(torch.from_numpy(next_batch % len(self)))
                 size = self._padded_size(len(batch))
                 filled = np.concatenate([batch, np.repeat(batch[:1], size - len(batch))])
                 values = self._values(filled)[: len(batch)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.device import Device, fetch
-from fedgraft.core.protocols import Examples, Network
+from fedgraft.core.protocols import Examples, Network, with_prefetch
 from fedgraft.local.forward_memory import images_at_once
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def feature_batches(
     def see(inputs: Tensor) -> Tensor:
         return network.features(inputs, examples.entry, until)
 
-    for batch in rows.split(images_at_once(network, examples.entry, size)):
+    for batch in with_prefetch(examples, rows.split(images_at_once(network, examples.entry, size))):
         activations = evaluate_batch(network, examples.batch(batch), see)
         yield batch, fetch(activations.float())
 

@@ -16,7 +16,7 @@ from fedgraft.core.capabilities import Capabilities, Capability
 from fedgraft.core.device import Device, fetch, fetch_all, read
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted
-from fedgraft.core.protocols import Examples, Network
+from fedgraft.core.protocols import Examples, Network, with_prefetch
 from fedgraft.core.ranges import Count, Positive
 from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.loss_scale import LossScale
@@ -289,7 +289,8 @@ def train(
             flat.load(snapshot.values)
             done = snapshot.step
             skipped = snapshot.skipped
-    steps = counted("training", batches(rows, rule, shuffle, chances), rule.steps_for(len(rows)), "steps")
+    row_batches = with_prefetch(examples, batches(rows, rule, shuffle, chances))
+    steps = counted("training", row_batches, rule.steps_for(len(rows)), "steps")
     for step, batch in enumerate(steps):
         if step < done:
             continue
