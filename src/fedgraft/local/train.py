@@ -380,7 +380,10 @@ def _feature_reader(network: Network, flat: Flat) -> Look:
 
     @torch.no_grad()
     def look(vectors: Sequence[Tensor], inputs: Tensor, entry: int) -> list[Tensor]:
-        """Return the features under each of these models; the model in training is put back."""
+        """Return the pooled features of `inputs` under each of these models; the model in training is put back.
+
+        `entry` is the block at which the inputs enter the network; 0: they are pixels.
+        """
         flat.pull_buffers()  # the present statistics, so that they are restored with the values
         present = flat.values.clone()
         features = []

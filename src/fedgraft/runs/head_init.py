@@ -77,7 +77,8 @@ def install(network: Network, head: Tensor) -> None:
 def ridge_head(sums: Sums, penalty: float | None, scorer: HeadScorer) -> tuple[Tensor, float]:
     """Request the sum of the clients' statistics and return the ridge head (classes, width + 1) and its penalty.
 
-    `penalty` None: it is chosen by the scorer's accuracy.
+    `penalty` None: the largest of `GRID` whose accuracy is within one standard error of the best. The scorer measures
+    heads on validation images; where clients hold them it asks the clients.
     """
     statistics = sums.ask(action_named("statistics"))
     penalties = GRID if penalty is None else (penalty,)
