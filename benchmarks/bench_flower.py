@@ -1,36 +1,40 @@
-"""Seconds per round on a real Flower deployment: fedgraft's engine next to plain Flower FedAvg, same arrays, same run.
+"""Seconds per round of real processes: fedgraft's door and nodes next to Flower's own grid and nodes, in the same run.
 
-One SuperLink and `--clients` SuperNodes on this machine, plaintext, behind fedgraft's gate. Clients echo the array they
-get, so that only the engine is measured: no training, no network beyond loopback. Three ways in turn on the same nodes:
-`floor` is Flower's own messages (one flat array) collected with quick looks; `fedgraft` is `FlowerEngine.exchange`
-with its packing, screening-ready bytes and memory steps; with `--plain` also `FedAvg`, Flower's strategy with the same
-bytes in 150 arrays, which looks for answers every three seconds.
+Server and `--clients` nodes are on this machine. Clients echo what they get, so that only the transport is measured: no
+training, no network beyond loopback. `fedgraft` is `FlowerEngine.exchange` through the door, over TLS with registered
+keys, with its packing, hashing and the hop to the node's worker. `Flower` is a stock SuperLink with stock SuperNodes,
+plaintext, the same bytes as one flat array, collected with the grid's own `send_and_receive`; `floor` is the same with
+quick looks at the answers instead of one every three seconds. `secure` is a whole round of a real run under secure
+aggregation, five stages, with a vector of as many bytes. At last the nodes wait, and their processor time is told.
 
     python -m benchmarks.bench_flower
 
-prints markdown tables and writes runs/benchmarks/flower.json. `--plain` takes Flower's own SuperNodes instead, which
-look for orders every three seconds and start a Python per message.
+prints a markdown table and writes runs/benchmarks/flower.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.support.flower_local import LocalFederation
+from tests.support.flower_local import LocalFederation, StockFlower
 
 OUT = Path("runs") / "benchmarks" / "flower.json"
+ROOT = Path(__file__).resolve().parents[1]
+BARS = {("fedgraft", 900_000): 1.0, ("fedgraft", 86_000_000): 10.0, ("secure", 900_000): 4.0}
+"""Most seconds a round of ten nodes may take."""
+IDLE_SHARE = 0.005
+"""Most of a core that a node may take while it waits."""
 PROJECT = """\
 [project]
 name = "bench-app"
@@ -50,191 +54,163 @@ out = ""
 sizes = ""
 rounds = ""
 clients = ""
-plain = ""
 """
 
 CLIENT = '''\
-"""Echoes: what comes in goes out, as Flower's FedAvg and as fedgraft's engine want it."""
-import os, time
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+"""Echoes: what comes in goes out."""
+from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
 app = ClientApp()
 
 
-def started():
-    """When this process began, by the clock of the machine."""
-    ticks = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19])
-    boot = time.time() - float(open("/proc/uptime").read().split()[0])
-    return boot + ticks / os.sysconf("SC_CLK_TCK")
-
-
 @app.train()
 def echo(message, context):
-    metrics = MetricRecord({"num-examples": 1, "started": started(), "handled": time.time()})
-    content = RecordDict({"arrays": message.content["arrays"], "metrics": metrics})
-    return Message(content, reply_to=message)
-
-
-@app.query("hello")
-def hello(message, context):
-    words = ConfigRecord({"client": context.node_config["partition-id"], "step": 0, "need": False, "error": ""})
-    return Message(RecordDict({"words": words}), reply_to=message)
-
-
-@app.train("order")
-def order(message, context):
-    words = ConfigRecord({"step": 0, "need": False, "error": ""})
-    return Message(RecordDict({"words": words, "reply": message.content["order"]}), reply_to=message)
+    return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
 '''
 
 SERVER = '''\
-"""Times rounds of the three ways and writes them to a file."""
-import json, time
-import numpy as np, torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+"""Times rounds of Flower's own grid and writes them to a file."""
+import json, os, time
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp import ServerApp
-from flwr.serverapp.strategy import FedAvg
-from fedgraft.deploy.limits import publish_response_limit
-from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
-from fedgraft.core.messages import Request
 
 app = ServerApp()
 
 
-def quick(grid, record, nodes):
-    messages = [Message(RecordDict({"arrays": record}), node, "train") for node in nodes]
-    first = time.time()
-    waiting, began = set(grid.push_messages(messages)), time.monotonic()
-    parts = []
+def quick(grid, messages):
+    waiting, began, replies = set(grid.push_messages(messages)), time.monotonic(), []
     while waiting:
         for reply in grid.pull_messages(list(waiting)):
             waiting.discard(reply.metadata.reply_to_message_id)
-            m = reply.content["metrics"]
-            at = [first, m["started"], m["handled"], time.time()]
-            parts.append([b - a for a, b in zip(at, at[1:])])
+            replies.append(reply)
         time.sleep(min(0.5, max(0.02, 0.02 * (time.monotonic() - began))))
-    return parts
+    return replies
 
 
 @app.main()
 def main(grid, context):
     c = context.run_config
     rounds, clients = int(c["rounds"]), int(c["clients"])
-    # As a run does: the port refuses larger responses.
-    publish_response_limit(4 * max(map(int, c["sizes"].split(","))))
-    engine = FlowerEngine(FlowerTransport(grid), clients, Patience(wait=600, least=clients))
-    engine.gather()
-    nodes, found = sorted(engine.registry.nodes.values()), []
-
-    def clock(size, name, go):
-        began = time.perf_counter()
-        parts = go()
-        seconds = time.perf_counter() - began
-        found.append({"size": size, "way": name, "seconds": seconds, "parts": parts or []})
-        with open(c["out"], "w") as file:
-            json.dump(found, file)
-
-    def fedgraft(vector, r):
-        orders = [Request("b", r, k, "train", vector=vector) for k in range(clients)]
-        got = engine.exchange(orders)
-        assert len(got) == clients and all(len(a[1]) > 4 * len(vector) for a in got), got
-
-    def strategy(many):
-        FedAvg(fraction_train=1.0, fraction_evaluate=0.0, min_available_nodes=clients).start(
-            grid=grid, initial_arrays=many, num_rounds=1)
-
-    payloads = {size: np.random.default_rng(0).standard_normal(size // 4).astype(np.float32)
-                for size in map(int, c["sizes"].split(","))}
-    for size, values in payloads.items():
-        for r in range(rounds if size < 10_000_000 else max(1, rounds - 1)):
-            vector = torch.from_numpy(values + r)  # Flower does not send again what it has seen
-            data = (values - 1 - r).tobytes()
-            flat = ArrayRecord({"flat": Array("uint8", (len(data),), "fedgraft", data)})
-            clock(size, "floor", lambda: quick(grid, flat, nodes))
-            clock(size, "fedgraft", lambda: fedgraft(vector, r))
-    # Last, and once: it takes minutes. fedgraft's ports refuse a message of so many objects for its size.
-    for size, values in payloads.items() if c["plain"] else ():
-        many = ArrayRecord([piece.copy() for piece in np.array_split(values, 150)])
-        clock(size, "FedAvg", lambda: strategy(many))
+    while len(list(grid.get_node_ids())) < clients:
+        time.sleep(0.5)
+    nodes, found = sorted(grid.get_node_ids()), []
+    for size in map(int, c["sizes"].split(",")):
+        for way, collect in (("Flower", grid.send_and_receive), ("floor", lambda sent: quick(grid, sent))):
+            for _ in range(rounds if size < 10_000_000 else 1):
+                flat = ArrayRecord({"flat": Array("uint8", (size,), "fedgraft", os.urandom(size))})
+                messages = [Message(RecordDict({"arrays": flat}), node, "train") for node in nodes]
+                began = time.perf_counter()
+                replies = list(collect(messages))
+                assert len(replies) == clients and all(reply.has_content() for reply in replies), replies
+                found.append({"size": size, "way": way, "seconds": time.perf_counter() - began})
+                with open(c["out"] + ".new", "w") as file:
+                    json.dump(found, file)
+    os.rename(c["out"] + ".new", c["out"])
 '''
 
 
-GATE = "from fedgraft.deploy import gate; gate.same_app = lambda *words: True; gate.main()"
+def flower_rounds(folder: Path, clients: int, rounds: int, sizes: str, patience: float) -> list[dict[str, Any]]:
+    """Time rounds of a stock SuperLink and stock SuperNodes."""
+    app = folder / "app"
+    (app / "bench_app").mkdir(parents=True)
+    files = {"pyproject.toml": PROJECT, "bench_app/__init__.py": "", "bench_app/server.py": SERVER}
+    for name, text in {**files, "bench_app/client.py": CLIENT}.items():
+        (app / name).write_text(text)
+    out = folder / "found.json"
+    with StockFlower(folder, clients) as stock:
+        settings = f'sizes="{sizes}" rounds="{rounds}" clients="{clients}" out="{out}"'
+        done = stock.run(app, "--run-config", settings)
+        deadline = time.monotonic() + patience
+        while not out.exists():
+            if done.returncode or time.monotonic() > deadline:
+                raise SystemExit(f"Flower's run does not end: {done.stdout}{done.stderr}\n{stock.logs()}")
+            time.sleep(0.5)
+    return list(json.loads(out.read_text()))
 
 
-class Federation(LocalFederation):
-    """Nodes behind the gate, which here takes the benchmark's app too; or Flower's own."""
-
-    plain = False
-
-    def spawn(self, name: str, *overrides: str) -> None:
-        """Start one process."""
-        command = [f"flower-{overrides[0]}"] if self.plain else [sys.executable, "-c", GATE, overrides[0]]
-        if self.plain:
-            self.environment.pop("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", None)
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [*command, *overrides[1:]],
-                env=self.environment | {"FEDGRAFT_LIVES_WITH": str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+def timed(found: list[dict[str, Any]], size: int, way: str, work: Callable[[], Any]) -> None:
+    """Time one round."""
+    began = time.perf_counter()
+    work()
+    found.append({"size": size, "way": way, "seconds": time.perf_counter() - began})
 
 
-def submit(federation: Any, settings: dict[str, str]) -> int:
-    """Start the benchmark's app on a federation."""
-    from flwr.cli.build import build_fab_from_files
-    from flwr.common.serde import fab_to_proto, user_config_to_proto
-    from flwr.proto.control_pb2 import StartRunRequest
-    from flwr.supercore.fab import Fab
+def door_rounds(federation: LocalFederation, clients: int, rounds: int, sizes: str) -> list[dict[str, Any]]:
+    """Time rounds through the door; this process is the run."""
+    import torch
 
-    files = {
-        "pyproject.toml": PROJECT,
-        "bench_app/__init__.py": '"""A benchmark."""\n',
-        "bench_app/server.py": SERVER,
-        "bench_app/client.py": CLIENT,
-    }
-    bundle, _ = build_fab_from_files({name: text.encode() for name, text in files.items()})
-    fab = fab_to_proto(Fab(hashlib.sha256(bundle).hexdigest(), bundle, {}))
-    request = StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(settings)))
-    return int(federation.client.StartRun(request).run_id)
+    from fedgraft.core.messages import Request
+    from fedgraft.deploy.door_link import DoorTransport, socket_path
+    from fedgraft.engines.flower.server import FlowerEngine, Patience
+
+    fed = federation.fed
+    settings = {"config": "", "folder": "", "task": "", "run": 1}
+    transport = DoorTransport(socket_path(fed.path), fed.home / "spool", settings)
+    engine = FlowerEngine(transport, clients, Patience(wait=600, least=clients))
+    engine.gather()
+    found: list[dict[str, Any]] = []
+    for size in map(int, sizes.split(",")):
+        transport.limit_responses(2 * size + (64 << 20))
+        for round in range(rounds):
+            vector = torch.rand(size // 4)
+            requests = [Request("b", round, k, "train", vector=vector) for k in range(clients)]
+
+            def exchange(requests: list[Request] = requests, size: int = size) -> None:
+                answers = engine.exchange(requests)
+                assert len(answers) == clients and all(len(answer[1]) > size for answer in answers), answers
+
+            timed(found, size, "fedgraft", exchange)
+    transport.door.close()
+    return found
+
+
+def secure_rounds(federation: LocalFederation, clients: int, rounds: int, size: int) -> list[dict[str, Any]]:
+    """Time the rounds of a real run under secure aggregation whose vector has about so many bytes."""
+    from fedgraft.config.load import load
+
+    folder = federation.folder / "secure"
+    overrides = [f"partition.clients={clients}", "rounds.fraction=1.0", f"rounds.total={rounds + 2}", "data.limit=400"]
+    overrides += ["model.name=nano", "model.head=random", "trainable.kind=everything", "local.steps=1"]
+    overrides += ["local.batch_size=1", "rounds.evaluate_every=0", "rounds.test=false", "personal.evaluate=never"]
+    overrides += ["privacy.aggregation=secure", "engine=reference", "partition.kind=iid"]
+    run = federation.submit(load(None, overrides), folder)
+    if federation.wait(run, 900) != "completed":
+        raise SystemExit(f"the secure run is {federation.status(run)}\n{federation.logs()}")
+    found = []
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if line["round"] > 1:  # in the first, nodes build their network
+            seconds = sum(line["seconds"].values())
+            found.append({"size": size, "way": "secure", "seconds": seconds, "bytes_up": line["bytes_up"]})
+    return found
+
+
+def idle_share(federation: LocalFederation, seconds: float) -> float:
+    """Return the share of a core that a waiting node takes, its worker included."""
+    from fedgraft.deploy.process import _descendants
+
+    def ticks() -> int:
+        total = 0
+        for process in federation.processes.values():
+            for pid in (process.pid, *(child.pid for child in _descendants(process.pid))):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                total += int(fields[11]) + int(fields[12])
+        return total
+
+    before = ticks()
+    time.sleep(seconds)
+    return (ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds / len(federation.processes)
 
 
 def table(found: list[dict[str, Any]]) -> str:
     """The result as markdown: medians, with the least and the most."""
-    lines = [
-        "| payload | way | rounds | seconds a round: median (least-most) | over the floor |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| payload | way | rounds | seconds a round: median (least-most) | bar |", "|---|---|---|---|---|"]
     for size in dict.fromkeys(line["size"] for line in found):
-        floor = statistics.median(x["seconds"] for x in found if x["size"] == size and x["way"] == "floor")
         for way in dict.fromkeys(line["way"] for line in found):
-            s = [x["seconds"] for x in found if x["size"] == size and x["way"] == way]
-            if not s:
-                continue
-            m = statistics.median(s)
-            span = f"{m:.2f} ({min(s):.2f}-{max(s):.2f})"
-            lines.append(f"| {size / 1e6:.1f} MB | {way} | {len(s)} | {span} | {m / floor:.2f}x |")
-    return "\n".join(lines)
-
-
-STAGES = (
-    "the server hands it to the SuperLink, the SuperNode sees it, the client's process starts",
-    "that process fetches the order from the SuperNode",
-    "it hands back the answer, the SuperNode passes it on, the server has it",
-)
-
-
-def where(found: list[dict[str, Any]]) -> str:
-    """Where the time of a message goes, measured at the floor: medians over its messages."""
-    lines = ["| payload | where the time of one message goes, at the floor | seconds (median) |", "|---|---|---|"]
-    for size in dict.fromkeys(line["size"] for line in found):
-        parts = [p for line in found if line["size"] == size for p in line["parts"]]
-        for stage, values in zip(STAGES, zip(*parts, strict=True), strict=True):
-            lines.append(f"| {size / 1e6:.1f} MB | {stage} | {statistics.median(values):.2f} |")
+            seconds = [x["seconds"] for x in found if x["size"] == size and x["way"] == way]
+            if seconds:
+                span = f"{statistics.median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f})"
+                lines.append(f"| {size / 1e6:.1f} MB | {way} | {len(seconds)} | {span} | {BARS.get((way, size), '')} |")
     return "\n".join(lines)
 
 
@@ -242,20 +218,35 @@ def section(path: Path = OUT) -> str:
     """The result of the last run as Markdown."""
     kept = json.loads(path.read_text())
     said = f"Command: `python -m benchmarks.bench_flower`. {kept['clients']} nodes on this machine, clients that echo."
-    return "\n\n".join(["## A deployed round", said, table(kept["rounds"]), where(kept["rounds"]), ""])
+    idle = f"A waiting node takes {100 * kept['idle']:.2f} % of a core (bar {100 * IDLE_SHARE:g} %)."
+    return "\n\n".join(["## A deployed round", said, table(kept["rounds"]), idle, ""])
 
 
 def bars(path: Path = OUT) -> list[tuple[str, str, float, float, bool]]:
     """What was to be shown of a deployed round."""
     kept, rows = json.loads(path.read_text()), []
-    for size in dict.fromkeys(line["size"] for line in kept["rounds"]):
-        took = {
-            way: statistics.median(x["seconds"] for x in kept["rounds"] if (x["size"], x["way"]) == (size, way))
-            for way in ("floor", "fedgraft")
-        }
-        ratio = took["fedgraft"] / took["floor"]
-        what = f"a round of {kept['clients']} nodes, {size / 1e6:.1f} MB each, times Flower's own messages (at most)"
-        rows.append(("deployed", what, 1.1, ratio, ratio <= 1.1))
+    medians: dict[tuple[str, int], float] = {}
+    for line in kept["rounds"]:
+        key = (line["way"], line["size"])
+        medians[key] = statistics.median(x["seconds"] for x in kept["rounds"] if (x["way"], x["size"]) == key)
+    for (way, size), bar in BARS.items():
+        if (way, size) in medians:
+            what = f"a round of {kept['clients']} nodes, {size / 1e6:.1f} MB each, {way} (seconds, at most)"
+            rows.append(("deployed", what, bar, medians[way, size], medians[way, size] <= bar))
+        if way == "fedgraft" and ("Flower", size) in medians:
+            ratio = medians["Flower", size] / medians[way, size]
+            rows.append(
+                ("deployed", f"times faster than Flower's own grid, {size / 1e6:.1f} MB", 5.0, ratio, ratio >= 5)
+            )
+    rows.append(
+        (
+            "deployed",
+            "share of a core of a waiting node (at most)",
+            IDLE_SHARE,
+            kept["idle"],
+            kept["idle"] <= IDLE_SHARE,
+        )
+    )
     return rows
 
 
@@ -263,35 +254,28 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default="900000,86000000", help="payload bytes, by commas")
     parser.add_argument("--patience", type=float, default=3600)
-    parser.add_argument("--plain", action="store_true", help="Flower's own SuperNodes")
+    parser.add_argument("--idle", type=float, default=60, help="seconds that the nodes wait at the end")
+    parser.add_argument("--no-flower", action="store_true", help="without Flower's own grid")
+    parser.add_argument("--no-secure", action="store_true", help="without the secure run")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    Federation.plain = args.plain
+    found: list[dict[str, Any]] = []
+    path = os.pathsep.join([str(ROOT / "tests/support/hostile_site"), str(ROOT / "src"), str(ROOT)])
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        out = folder / "found.json"
-        with Federation(folder, args.clients) as federation:
-            overrides = {
-                "sizes": args.sizes,
-                "rounds": str(args.rounds),
-                "clients": str(args.clients),
-                "out": str(out),
-                "plain": "yes" if args.plain else "",
-            }
-            number = submit(federation, overrides)
-            began = time.monotonic()
-            status = federation.wait(number, args.patience)
-            if status != "completed" and not out.exists():
-                raise SystemExit(f"the run is {status}: {federation.status(number)}\n{federation.logs()}")
-            if status != "completed":
-                print(f"not whole: the run is {status}\n")
-            print(f"{args.clients} clients on this machine, {time.monotonic() - began:.0f} s in all\n")
-        found = json.loads(out.read_text())
+        with LocalFederation(Path(scratch) / "echo", args.clients, PYTHONPATH=path, ECHO="1") as federation:
+            found += door_rounds(federation, args.clients, args.rounds, args.sizes)
+            idle = idle_share(federation, args.idle)
+        print(table(found), f"\nidle {100 * idle:.2f} %", flush=True)
+        if not args.no_secure:
+            with LocalFederation(Path(scratch) / "secure", args.clients, PYTHONPATH=path) as federation:
+                found += secure_rounds(federation, args.clients, args.rounds, 900_000)
+        if not args.no_flower:
+            found += flower_rounds(Path(scratch) / "flower", args.clients, args.rounds, args.sizes, args.patience)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"clients": args.clients, "plain": args.plain, "rounds": found}, indent=1) + "\n")
+    args.out.write_text(json.dumps({"clients": args.clients, "idle": idle, "rounds": found}, indent=1) + "\n")
     print(section(args.out))
 
 

@@ -10,6 +10,6 @@ USER fedgraft
 ENV HOME=/state FEDGRAFT_CACHE=/state/cache PYTHONDONTWRITEBYTECODE=1
 WORKDIR /state
 # Healthy while the process that asks the server for orders lives.
-HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["python", "-c", "import pathlib,sys; sys.exit(0 if any(b'fedgraft.deploy.gate\\0supernode' in p.read_bytes() for p in pathlib.Path('/proc').glob('[0-9]*/cmdline')) else 1)"]
+HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["python", "-c", "import pathlib,sys; sys.exit(0 if any(b'fedgraft.deploy.node_loop\\0--superlink' in p.read_bytes() for p in pathlib.Path('/proc').glob('[0-9]*/cmdline')) else 1)"]
 ENTRYPOINT ["fedgraft", "deploy"]
 CMD ["node", "--help"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
+import json
 import os
 import signal
 import ssl
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,15 +20,14 @@ from fedgraft.cli.main import app
 from fedgraft.config.load import load
 from fedgraft.deploy import control as federation_control
 from fedgraft.deploy import folder as federation
-from fedgraft.deploy import gate as federation_gate
 from fedgraft.deploy import process as federation_process
 from fedgraft.deploy.app import app_files
-from fedgraft.deploy.control import RunState, app_bundle, failure_reason
+from fedgraft.deploy.control import RunState, failure_reason
 from fedgraft.deploy.coordinator import resolve_run_folder
-from fedgraft.deploy.gate import KEY_IN_USE, may_access, same_app
-from fedgraft.deploy.helper import PollPacer
+from fedgraft.deploy.door_paths import KEY_IN_USE
 from fedgraft.deploy.keys import check_private_key, days_left, key_fingerprint, make_node_key, public_key_line
 from fedgraft.deploy.limits import DEFAULT_REQUEST_MEGABYTES, request_limit
+from fedgraft.deploy.node_loop import CONNECTED, FAILED, UNREACHABLE, WORKING
 from fedgraft.deploy.run_node import NodeOptions, describe_log_line, node_failure
 
 OVERRIDES = ["model.name=tiny", "partition.clients=2", "rounds.total=1"]
@@ -197,8 +194,6 @@ def test_wrong_options_of_a_node_are_refused_before_it_starts(fed: federation.Fe
     NodeOptions("127.0.0.1:9", authority, private, 0).check()
     junk = tmp_path / "junk.crt"
     junk.write_text("junk")
-    quoted = tmp_path / "it's"
-    quoted.mkdir()
     for options, code in (
         (NodeOptions("127.0.0.1", authority, private, 0), "E-DEPLOY-SUPERLINK"),
         (NodeOptions("https://h:9", authority, private, 0), "E-DEPLOY-SUPERLINK"),
@@ -207,7 +202,6 @@ def test_wrong_options_of_a_node_are_refused_before_it_starts(fed: federation.Fe
         (NodeOptions("h:9", authority, tmp_path / "no.key", 0), "E-DEPLOY-NO-PRIVATE-KEY"),
         (NodeOptions("h:9", authority, private, -1), "E-DEPLOY-NODE-ID"),
         (NodeOptions("h:9", authority, private, 0, tmp_path / "no", "folder"), "E-DEPLOY-NO-DATA"),
-        (NodeOptions("h:9", authority, private, 0, quoted, "folder"), "E-DEPLOY-DATA-QUOTES"),
         (NodeOptions("h:9", authority, private, 0, tmp_path, "zip"), "E-DEPLOY-SOURCE"),
         (NodeOptions("h:9", authority, private, 0, None, "npz"), "E-DEPLOY-SOURCE-WITHOUT-DATA"),
     ):
@@ -251,72 +245,10 @@ def test_the_limit_of_requests_is_read_from_the_policy(tmp_path: Path) -> None:
             request_limit(policy)
 
 
-def test_data_reaches_the_node_as_written(fed: federation.FederationFolder, tmp_path: Path) -> None:
-    from flwr.common.config import parse_config_args
-
-    private, _ = make_node_key(tmp_path, "north")
-    images = tmp_path / "my images = ünder" / "a"
-    images.mkdir(parents=True)
-    command = NodeOptions("h:9", fed.authority, private, 7, images, "folder").command()
-    settings = parse_config_args([command[command.index("--node-config") + 1]])
-    assert settings == {"partition-id": 7, "data": str(images), "source": "folder"}
-
-
 def test_a_missing_flower_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flwr", None)
     with raises("E-MISSING-EXTRA", extra="flower"):
         federation_control.require_flower()
-
-
-def test_only_this_machine_reaches_more_than_the_nodes_paths() -> None:
-    here = ("10.0.0.5", 1)
-    other = ("10.0.0.6", 2)
-    for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/v1/fleet", "/V1/FLEET/x"):
-        assert may_access(path, ("10.0.0.5", 9), here)
-        assert not may_access(path, other, here)
-        assert not may_access(path, None, here)
-    assert may_access("/v1/fleet/pull-messages", other, here)
-
-
-def bundle(files: dict[str, str]) -> bytes:
-    target = io.BytesIO()
-    with zipfile.ZipFile(target, "w") as file:
-        for name, text in files.items():
-            file.writestr(name, text)
-    return target.getvalue()
-
-
-def test_only_the_installed_app_is_accepted() -> None:
-    ours = app_files()
-    assert same_app(app_bundle(), ours)
-    assert same_app(bundle(ours), ours)
-    assert not same_app(bundle({**ours, "fedgraft_app/client.py": "import os\n"}), ours)
-    assert not same_app(bundle({**ours, "fedgraft_app/more.py": ""}), ours)
-    assert not same_app(bundle({n: t for n, t in ours.items() if n != "fedgraft_app/client.py"}), ours)
-    other = ours["pyproject.toml"].replace("fedgraft_app.client:app", "os:system")
-    assert not same_app(bundle({**ours, "pyproject.toml": other}), ours)
-
-
-@pytest.mark.parametrize("name", ["fedgraft_app/client.py", ".info/CONTENT"])
-def test_an_app_that_unpacks_to_gigabytes_is_refused_before_it_is_unpacked(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its five megabytes on the wire would be five gigabytes in the node's memory, or on its disk."""
-    target = io.BytesIO()
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as file:
-        for path, text in {**app_files(), name: "x" * (8 << 20)}.items():
-            file.writestr(path, text)
-    assert len(target.getvalue()) < 1 << 16
-    monkeypatch.setattr(zipfile.ZipFile, "read", lambda *a: pytest.fail("it was unpacked"))
-    assert not same_app(target.getvalue(), app_files())
-
-
-def test_two_files_of_one_name_are_refused() -> None:
-    ours = app_files()
-    target = io.BytesIO(bundle(app_files()))
-    with pytest.warns(UserWarning), zipfile.ZipFile(target, "a") as file:
-        file.writestr("fedgraft_app/client.py", "import os\n")
-    assert not same_app(target.getvalue(), ours)
 
 
 def test_the_reason_of_a_failed_run_is_read_from_its_log() -> None:
@@ -327,82 +259,26 @@ def test_the_reason_of_a_failed_run_is_read_from_its_log() -> None:
     assert failure_reason(died, "INFO: begin") == "ServerApp failed with exception: boom"
 
 
-@pytest.mark.parametrize(
-    ("log", "code"),
-    [
-        ("[code: 2004] Failed to activate SuperNode.", "E-DEPLOY-NODE-KEY-REFUSED"),
-        (f"{KEY_IN_USE}\n[code: 2004] Failed.\n{KEY_IN_USE}", "E-DEPLOY-NODE-KEY-IN-USE"),
-        (f"{KEY_IN_USE}\nSuperNode ID: 5\n[code: 2004] Failed.", "E-DEPLOY-NODE-KEY-REFUSED"),
-        ("[SSL: CERTIFICATE_VERIFY_FAILED] unable to get local issuer", "E-DEPLOY-NODE-CERTIFICATE"),
-        ("CERTIFICATE_VERIFY_FAILED: IP address mismatch", "E-DEPLOY-NODE-CERTIFICATE-HOST"),
-        ("[SSL: WRONG_VERSION_NUMBER]", "E-DEPLOY-NODE-NO-TLS"),
-        ("INFO\nsomething else\n", "E-DEPLOY-NODE-ENDED"),
-    ],
-)
-def test_the_reason_of_a_nodes_end_is_read_from_its_log(log: str, code: str, tmp_path: Path) -> None:
-    error = node_failure(log, NodeOptions("h:9", tmp_path / "ca.crt", tmp_path / "north.key", 3))
-    assert error.code == code
-    if code == "E-DEPLOY-NODE-ENDED":
-        assert error.fields["last_line"] == "something else"
+def test_the_reason_of_a_nodes_end_is_its_last_line(tmp_path: Path) -> None:
+    options = NodeOptions("h:9", tmp_path / "ca.crt", tmp_path / "north.key", 3)
+    table = {"code": "E-DEPLOY-NODE-KEY-REFUSED", "message": "it is not registered", "hint": "register it"}
+    error = node_failure(f"{KEY_IN_USE}\n{FAILED}{json.dumps(table)}\n", options)
+    assert (error.code, error.message, error.hint) == tuple(table.values())
+    error = node_failure("something\nsomething else\n", options)
+    assert (error.code, error.fields["last_line"]) == ("E-DEPLOY-NODE-ENDED", "something else")
 
 
 def test_lines_of_a_nodes_log_become_messages_to_its_owner(tmp_path: Path) -> None:
     """The messages are the product: the owner reads them, and docs/deploy.md explains them."""
     options = NodeOptions("h:9", tmp_path / "ca.crt", tmp_path / "north.key", 3)
     messages = {
-        "INFO: SuperNode ID: 5": "connected to h:9 as client 3; Ctrl-C ends the node",
+        f"{CONNECTED} 5": "connected to h:9 as client 3; Ctrl-C ends the node",
         f"{KEY_IN_USE}\n": f"h:9 reports: {KEY_IN_USE}; trying again for up to 60 s",
-        "INFO: Receiving: train.request message (ID: 7)": "working on a request (train.request)",
-        "Connection refused": "h:9 does not answer; trying again",
+        f"{WORKING} train.request": "working on a request (train)",
+        UNREACHABLE: "h:9 does not answer; trying again",
     }
     assert {line: describe_log_line(line, options) for line in messages} == messages
     assert describe_log_line("INFO: nothing", options) is None
-
-
-@pytest.mark.parametrize(("busy", "let_in"), [(20, True), (90, False)])
-def test_a_node_waits_while_an_earlier_process_counts_as_connected(busy: int, let_in: bool) -> None:
-    """The server names the reason, the node waits for a stated time, and nothing else is tried twice."""
-    import httpx
-
-    pytest.importorskip("flwr")
-    from flwr.supercore.error import ApiErrorCode, FlowerError
-
-    now = [0.0]
-    tries = [0]
-
-    def activate(request: Any, state: Any) -> str:
-        tries[0] += 1
-        if now[0] < busy:
-            raise FlowerError(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, "could not be activated")
-        return "let in"
-
-    def over_the_wire(state: Any) -> Any:
-        def call(client: Any, request: Any) -> Any:
-            try:
-                return federation_gate.explain_key_in_use(activate)(request=request, state=state)
-            except FlowerError as error:
-                response = httpx.Response(
-                    412, json=error.to_json("Failed"), request=httpx.Request("POST", "https://s/")
-                )
-                response.raise_for_status()
-
-        return federation_gate.retry_while_key_in_use(
-            call, lambda: now[0], lambda seconds: now.__setitem__(0, now[0] + seconds)
-        )
-
-    def known(number: int | None) -> Any:
-        return SimpleNamespace(get_node_id_by_public_key=lambda key: number)
-
-    with pytest.raises(httpx.HTTPStatusError):
-        over_the_wire(known(None))(None, SimpleNamespace(public_key=b"stranger"))
-    assert tries[0] == 1 and now[0] == 0
-    connect = over_the_wire(known(7))
-    if let_in:
-        assert connect(None, SimpleNamespace(public_key=b"north")) == "let in" and now[0] == busy
-    else:
-        with pytest.raises(httpx.HTTPStatusError):
-            connect(None, SimpleNamespace(public_key=b"north"))
-        assert now[0] == federation_gate.KEY_IN_USE_SECONDS
 
 
 def test_a_run_folder_is_checked_before_a_run_starts(fed: federation.FederationFolder, tmp_path: Path) -> None:
@@ -482,79 +358,6 @@ def test_a_bound_process_and_its_children_end_when_their_parent_is_killed(tmp_pa
     assert not bound.alive and not child_of_bound.alive
     assert free.alive and child_of_free.alive
     assert federation_process.end_process(free)
-
-
-def test_a_node_polls_often_while_there_is_work_and_rarely_when_not() -> None:
-    now = [0.0]
-    pauses = list[float]()
-    pacer = PollPacer(lambda: now[0], pauses.append)
-    for moment in (0.0, 1.0, 20.0, 600.0):
-        now[0] = moment
-        pacer.sleep(3)
-    assert pauses == [0.1, 0.1, 1.0, 3]
-    pacer.note_work()
-    pacer.sleep(3)
-    assert pauses[-1] == 0.1
-
-
-FORKS = """
-import os, signal, sys
-from flwr.supercore.exit import exit_handler
-from fedgraft.deploy.helper import run_as_child
-
-def command():
-    print(sys.argv, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, len(exit_handler.registered_exit_handlers))
-    exec(code)
-
-signal.signal(signal.SIGTERM, lambda *arguments: print("the helper's handler"))
-exit_handler.add_exit_handler(lambda: print("the helper's end"))
-for code in ("pass", "sys.exit(3)", "raise ValueError('boom')"):
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        run_as_child(["flwr-clientapp", "--token", "x"], command)
-    print("helper:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-def test_a_forked_client_inherits_nothing_of_its_helper_and_never_returns() -> None:
-    pytest.importorskip("flwr")
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True)
-    expected = []
-    for code in (0, 3, 1):
-        expected += ["['flwr-clientapp', '--token', 'x'] True 0", f"helper: {code}"]
-    assert done.stdout.splitlines() == expected
-    assert done.stderr.count("ValueError: boom") == 1
-
-
-STUCK = """
-import os, signal, sys, threading, time
-from fedgraft.deploy import helper
-
-def stuck():
-    print(os.getpid(), flush=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Event().wait()
-
-helper._exit_with_parent.__defaults__ = (0.2,)
-if os.fork() == 0:
-    helper.run_as_child(["flwr-clientapp"], stuck)
-time.sleep(60)
-"""
-
-
-def test_a_forked_client_that_waits_for_ever_ends_with_its_helper() -> None:
-    pytest.importorskip("flwr")
-    helper = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
-    assert helper.stdout is not None
-    child = federation_process.ProcessId(pid := int(helper.stdout.readline()), federation_process._start_time(pid) or 0)
-    assert child.alive
-    helper.kill()
-    helper.wait()
-    until = time.monotonic() + 30
-    while child.alive and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not child.alive
 
 
 def test_why_a_run_ended_is_recorded_if_the_superlink_does_not_know(fed: federation.FederationFolder) -> None:

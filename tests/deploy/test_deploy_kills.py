@@ -94,19 +94,27 @@ def test_a_node_killed_before_the_first_round_or_at_the_end_is_asked_again(
     hospitals.online(4)
 
 
-def test_a_node_killed_at_each_stage_of_secure_rounds_is_lost_there_and_comes_back(
-    hospitals: Hospitals, tmp_path: Path
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_node_killed_at_each_stage_of_secure_rounds_goes_on_or_is_lost_there(
+    hospitals: Hospitals, tmp_path: Path, comes_back: bool
 ) -> None:
-    """The sums are those over who stayed, to the bit; to be killed at the next stage the node must be there again."""
+    """Started again at once it answers, and the sums are those over all; else over who stayed, to the bit.
+
+    To be killed at the next stage the node must be there again.
+    """
+    seed = 0 if comes_back else 1  # nodes give a sum of one config once
     more = ["model.head=random", "trainable.kind=everything", "privacy.aggregation=secure", "rounds.total=999"]
-    config = load(None, [*SMALL, *more])
-    folder = hospitals.root / "stages"
+    config = load(None, [*SMALL, *more, f"seed={seed}"])
+    folder = hospitals.root / f"stages{seed}"
     run = hospitals.submit(config, folder)
     for stage in FIVE:
         halt_at(hospitals, stage)
         wait_for_halt(hospitals, run, stage)
         hospitals.kill(VICTIM)
         resume_victim(hospitals)
+        if not comes_back:
+            known = len(missing(folder))
+            until(lambda known=known: len(missing(folder)) > known, "nobody is lost")  # type: ignore[misc]
         hospitals.start(VICTIM)
     halt_at(hospitals, FIVE[0])  # it takes part once more
     wait_for_halt(hospitals, run, FIVE[0])
@@ -115,6 +123,11 @@ def test_a_node_killed_at_each_stage_of_secure_rounds_is_lost_there_and_comes_ba
     until(lambda: interrupted(folder), "the run goes on")
     lost = {when: re.findall(r"lost at stage '(\w+)'", reason) for when, reason in missing(folder).items()}
     lost_stages = {stage for stages in lost.values() for stage in stages}
+    if comes_back:
+        checkpoint = load_latest(folder / "checkpoints")
+        assert checkpoint is not None and checkpoint.round >= 4 and not lost
+        assert same(in_one_process(config, tmp_path / "here", rounds=checkpoint.round), final(folder))
+        return
     assert lost_stages == {request.split()[0].partition(".")[2] for request in FIVE}
     assert {client for _, client in lost} == {VICTIM}
 

@@ -1,7 +1,9 @@
-"""Who can connect: one real SuperLink, and real SuperNodes that should be admitted or refused."""
+"""Who can connect: one real server, and real nodes that should be admitted or refused."""
 
 from __future__ import annotations
 
+import base64
+import datetime
 import http.client
 import ssl
 import subprocess
@@ -20,7 +22,8 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.deploy import coordinator
 from fedgraft.deploy import folder as federation
 from fedgraft.deploy import process as federation_process
-from fedgraft.deploy.keys import make_certificates, make_node_key
+from fedgraft.deploy.keys import flower_key_bytes, make_certificates, make_node_key
+from fedgraft.deploy.node_loop import CONNECTED
 from fedgraft.deploy.run_node import NodeOptions, node_failure
 from fedgraft.runs.folder import RunFolder
 
@@ -40,7 +43,7 @@ class Attempt:
         return self.options.log.read_text(errors="replace")
 
     def over(self) -> bool:
-        return self.process.poll() is not None or "SuperNode ID:" in self.log
+        return self.process.poll() is not None or CONNECTED in self.log
 
 
 @dataclass
@@ -50,12 +53,6 @@ class Gate:
     fed: federation.FederationFolder
     server: federation_process.ServerProcess
     attempts: dict[str, Attempt]
-
-
-def without(command: list[str], flag: str) -> list[str]:
-    """Return a command without a flag and its value."""
-    at = command.index(flag)
-    return command[:at] + command[at + 2 :]
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +72,9 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
             "registered": NodeOptions(server.address, fed.authority, north, 0),
             "unregistered": NodeOptions(server.address, fed.authority, stranger, 0),
             "wrong authority": NodeOptions(server.address, foreign, make_node_key(root / "w", "w")[0], 0),
-            "no key": NodeOptions(server.address, fed.authority, make_node_key(root / "k", "k")[0], 0),
-            "plaintext": NodeOptions(server.address, fed.authority, make_node_key(root / "p", "p")[0], 0),
         }.items():
-            command = options.command()
-            if name in {"no key", "plaintext"}:
-                command = without(command, "--auth-supernode-private-key")
-            if name == "plaintext":
-                command = [*without(command, "--root-certificates"), "--insecure", "--max-retries", "1"]
             options.home.mkdir(mode=0o700)
-            process = federation_process.spawn(command, options.home, options.log, bound=True)
-            attempts[name] = Attempt(process, options)
+            attempts[name] = Attempt(options.start(), options)
         until = time.monotonic() + SECONDS
         while not all(attempt.over() for attempt in attempts.values()) and time.monotonic() < until:
             time.sleep(0.2)
@@ -100,7 +89,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
 
 def test_the_registered_node_is_admitted(gate: Gate) -> None:
     attempt = gate.attempts["registered"]
-    assert "SuperNode ID:" in attempt.log
+    assert CONNECTED in attempt.log
     assert attempt.process.poll() is None
     with coordinator.connect_control(gate.fed) as control:
         assert [(node.name, node.online) for node in control.nodes()] == [("north", True)]
@@ -110,34 +99,71 @@ def test_the_registered_node_is_admitted(gate: Gate) -> None:
     ("name", "code"),
     [
         ("unregistered", "E-DEPLOY-NODE-KEY-REFUSED"),
-        ("no key", "E-DEPLOY-NODE-KEY-REFUSED"),
         ("wrong authority", "E-DEPLOY-NODE-CERTIFICATE"),
-        ("plaintext", None),  # the reason that Flower logs depends on the moment of the disconnection
     ],
 )
-def test_no_other_node_is(gate: Gate, name: str, code: str | None) -> None:
+def test_no_other_node_is(gate: Gate, name: str, code: str) -> None:
     attempt = gate.attempts[name]
     assert attempt.process.poll() not in {None, 0}, attempt.log[-500:]
-    assert "SuperNode ID:" not in attempt.log
-    if code is not None:
-        assert node_failure(attempt.log, attempt.options).code == code
+    assert CONNECTED not in attempt.log
+    assert node_failure(attempt.log, attempt.options).code == code
 
 
-def post(gate: Gate, path: str, source: str) -> int:
+def post(gate: Gate, path: str, method: str = "POST", body: bytes = b"", **headers: str) -> tuple[int, bytes]:
     context = ssl.create_default_context(cafile=gate.fed.authority)
-    connection = http.client.HTTPSConnection(
-        "127.0.0.1", gate.server.port, context=context, timeout=20, source_address=(source, 0)
-    )
-    connection.request("POST", path, body=b"", headers={"content-type": "application/protobuf"})
-    return connection.getresponse().status
+    connection = http.client.HTTPSConnection("127.0.0.1", gate.server.port, context=context, timeout=20)
+    connection.request(method, path, body=body, headers={"content-type": "application/protobuf", **headers})
+    response = connection.getresponse()
+    return response.status, response.read()
 
 
-@pytest.mark.parametrize("path", ["/v1/control/list-runs", "/v1/control/register-node", "/v1/runtime/acquire-task"])
-def test_control_requests_come_from_the_servers_own_machine_only(gate: Gate, path: str) -> None:
-    # Another loopback address stands for another machine.
-    assert post(gate, path, "127.0.0.2") == 403
-    assert post(gate, path, "127.0.0.1") != 403
-    assert post(gate, "/v1/fleet/pull-messages", "127.0.0.2") == 401  # nodes may connect, and must authenticate
+CLOSED = ["/v1/control/list-runs", "/v1/control/register-node", "/v1/control/start-run", "/v1/runtime/acquire-task"]
+CLOSED += ["/v1/fleet/register-node", "/v1/fleet/pull-messages", "/v1/fleet/get-fab", "/v1/fleet/push-object", "/docs"]
+CLOSED += ["/v1/fleet/activate-node/../../control/list-runs", "//v1/control/list-runs", "/V1/CONTROL/list-runs"]
+
+
+@pytest.mark.parametrize("path", CLOSED)
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_nothing_but_the_nodes_paths_is_reachable(gate: Gate, path: str, method: str) -> None:
+    """Not from another machine, and not through a proxy on this one: the door knows no other path."""
+    assert post(gate, path, method)[0] == 403
+
+
+def test_the_superlink_itself_serves_only_its_own_machine(gate: Gate) -> None:
+    """What the door refuses is there behind it, so that the check can fail; it listens on loopback alone."""
+    context = ssl.create_default_context(cafile=gate.fed.authority)
+    port = gate.server.control_port
+    connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=20)
+    connection.request("POST", "/v1/control/list-runs", headers={"content-type": "application/protobuf"})
+    assert connection.getresponse().status == 200
+    listening = Path("/proc/net/tcp").read_text()
+    addresses = {line.split()[1] for line in listening.splitlines()[1:] if line.split()[3] == "0A"}
+    assert f"0100007F:{port:04X}" in addresses and f"00000000:{port:04X}" not in addresses
+
+
+@pytest.mark.parametrize("name", ["activate-node", "deactivate-node", "send-node-heartbeat"])
+def test_a_node_must_authenticate(gate: Gate, name: str) -> None:
+    """Without a key, and with the key of another: its public half is no secret, the signature is."""
+    assert post(gate, f"/v1/fleet/{name}")[0] == 401
+    public = base64.b64encode(flower_key_bytes(gate.fed.key("north"))).decode()
+    now = datetime.datetime.now(datetime.UTC).isoformat()
+    forged = {"flwr-public-key": public, "flwr-timestamp": now, "flwr-signature": base64.b64encode(b"x" * 96).decode()}
+    assert post(gate, f"/v1/fleet/{name}", **forged)[0] == 401
+    with coordinator.connect_control(gate.fed) as control:
+        assert [node.online for node in control.nodes()] == [True]
+
+
+@pytest.mark.parametrize("path", ["next", f"parts/{'0' * 32}/request", f"answers/{'0' * 32}"])
+def test_messages_need_the_token_of_a_session(gate: Gate, path: str) -> None:
+    for headers in ({}, {"fedgraft-session": ""}, {"fedgraft-session": "x" * 43}):
+        assert post(gate, f"/v1/fedgraft/{path}", "GET" if "parts" in path else "POST", **headers)[0] == 401
+
+
+def test_a_plaintext_connection_is_refused(gate: Gate) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", gate.server.port, timeout=20)
+    with pytest.raises((OSError, http.client.HTTPException)):
+        connection.request("POST", "/v1/fleet/activate-node")
+        connection.getresponse()
 
 
 def test_a_second_server_is_refused(gate: Gate) -> None:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,11 +52,12 @@ RULES: Mapping[str, Mapping[str, dict[str, Any]]] = {
 class Stage:
     """One run of the federation: what the hostile server knows, and its line to the node."""
 
-    def __init__(self, grid: Any, config: Any) -> None:
-        from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
+    def __init__(self, grid: Any, config: Any, settings: Mapping[str, str]) -> None:
+        from fedgraft.deploy.flower_apps import _make_transport
+        from fedgraft.engines.flower.server import FlowerEngine, Patience
 
         self.config, self.open, self.home = config, Open(config), Path(os.environ["VICTIM_HOME"])
-        self.engine = FlowerEngine(FlowerTransport(grid), config.partition.clients, Patience(deadline=120.0))
+        self.engine = FlowerEngine(_make_transport(grid, settings), config.partition.clients, Patience(deadline=120.0))
         (self.home.parent / "policy.toml").write_text(
             "request_megabytes = 32\n"
         )  # the policy of another run: no greeting
@@ -74,7 +78,7 @@ class Stage:
         """What the node knows of the run besides its requests; the clients that are played here know the same."""
         from fedgraft.deploy.node import fingerprint_of_run
 
-        return fingerprint_of_run(self.config, self.engine.classes, self.engine._opened["bytes"].data)
+        return fingerprint_of_run(self.config, self.engine.classes, self.engine._opened.data)
 
 
 class DeployedWorld(World):
@@ -109,7 +113,7 @@ class DeployedWorld(World):
             finally:
                 self.context = whole
         began = time.monotonic()
-        _, received = self.stage.engine._once([request])[VICTIM]
+        _, received = self.stage.engine._deliver([request])[VICTIM]
         answer = received if isinstance(received, str) else unpack(Response, received)
         self.said.append((request.action, request.client, answer))
         if isinstance(answer, str):
@@ -146,7 +150,7 @@ def tell_all(stage: Stage, protection: str, degree: int | None) -> list[dict[str
 
 
 def large_requests(stage: Stage, protection: str) -> list[dict[str, Any]]:
-    """An honest request for comparison, and two of 300 MB: of noise, and of one chunk that is repeated sixty times."""
+    """An honest request for comparison, and two of 300 MB: of noise, and of zeros."""
     if protection != "clear":
         return []
     world = DeployedWorld(stage, protection)
@@ -157,7 +161,7 @@ def large_requests(stage: Stage, protection: str) -> list[dict[str, Any]]:
         world.request(auxiliary={"junk": torch.frombuffer(bytearray(os.urandom(HUGE)), dtype=torch.uint8)})
     )
     bomb = world.tell(world.request(auxiliary={"junk": torch.zeros(HUGE, dtype=torch.uint8)}))
-    refused = request_too_large(32 << 20) in str(noise) and "shorter than its header says" in str(bomb)
+    refused = all(request_too_large(32 << 20) in str(answer) for answer in (noise, bomb))
     return [
         {
             "name": "honest",
@@ -189,7 +193,7 @@ def take_server() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         config = parse_config(settings["config"])
         protection, _, degree = config.name.replace("_", "+").partition("-")
-        outcomes = here.tell_all(here.Stage(grid, config), protection, int(degree) if degree else None)
+        outcomes = here.tell_all(here.Stage(grid, config, settings), protection, int(degree) if degree else None)
         (folder / "outcomes.json").write_text(json.dumps(outcomes))
         return {}
 
@@ -203,7 +207,7 @@ TRAINING = [*ANY.values(), *REPLIES["train"].values()]
 EVALUATION = [*REPLIES["evaluate"].values(), *ANY.values()]
 NAMES = [f"train: {n}" for n in (*ANY, *REPLIES["train"])] + [f"evaluate: {n}" for n in (*REPLIES["evaluate"], *ANY)]
 AT_LARGE = 3
-"""The round in which a node with LARGE answers with so many bytes of noise; then of one piece many times."""
+"""The round in which a node with LARGE answers with so many bytes of noise; then of zeros."""
 
 
 def spoiled(request: Request, response: bytes) -> bytes:
@@ -239,10 +243,13 @@ def take_node() -> None:
 
 
 class Meter:
-    """A plain proxy to a port, which notes when how many bytes of which request went up."""
+    """A proxy to a port, with the server's certificate, which notes when how many bytes of which request went up."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, certificates: Path) -> None:
         self.target, self.seen = port, list[tuple[float, str, int]]()
+        self.inside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.inside.load_cert_chain(certificates / "server.crt", certificates / "server.key")
+        self.outside = ssl.create_default_context(cafile=certificates / "ca.crt")
         self.door = socket.create_server(("127.0.0.1", 0))
         self.port = int(self.door.getsockname()[1])
         threading.Thread(target=self._listen, daemon=True).start()
@@ -253,25 +260,26 @@ class Meter:
                 here, _ = self.door.accept()
             except OSError:
                 return
-            try:
-                there = socket.create_connection(("127.0.0.1", self.target))
-            except OSError:  # the server is gone
-                here.close()
-                continue
-            for source, target, note in ((here, there, self._requests()), (there, here, None)):
-                threading.Thread(target=self._carry, args=(source, target, note), daemon=True).start()
+            threading.Thread(target=self._carry, args=(here,), daemon=True).start()
 
-    @staticmethod
-    def _carry(source: socket.socket, target: socket.socket, note: Callable[[bytes], None] | None) -> None:
-        try:
-            while data := source.recv(1 << 16):
-                if note:
-                    note(data)
-                target.sendall(data)
-        except OSError:
-            pass
-        for each in (source, target):
-            each.close()
+    def _carry(self, plain: socket.socket) -> None:
+        """Pass on what both sides of a connection send, one after the other."""
+        with suppress(OSError, ssl.SSLError):
+            here = self.inside.wrap_socket(plain, server_side=True)
+            far = socket.create_connection(("127.0.0.1", self.target))
+            there = self.outside.wrap_socket(far, server_hostname="127.0.0.1")
+            note = self._requests()
+            with here, there:
+                while True:
+                    ready = [end for end in (here, there) if end.pending()]
+                    ready = ready or select.select([here, there], [], [])[0]
+                    for source in ready:
+                        data = source.recv(1 << 16)
+                        if not data:
+                            return
+                        if source is here:
+                            note(data)
+                        (there if source is here else here).sendall(data)
 
     def _requests(self) -> Callable[[bytes], None]:
         """Reads the requests of one connection: path and length of each."""
@@ -291,8 +299,8 @@ class Meter:
         return note
 
     def pushed(self, began: float, ended: float) -> int:
-        """Bytes of messages and objects that went up meanwhile; polls and heartbeats do not count."""
-        return sum(size for when, path, size in self.seen if began <= when <= ended and "push" in path)
+        """Bytes of answers that went up meanwhile; polls and heartbeats do not count."""
+        return sum(size for when, path, size in self.seen if began <= when <= ended and "answers" in path)
 
 
 class Watch:

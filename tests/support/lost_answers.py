@@ -1,4 +1,4 @@
-"""A node whose finished answer is lost between its process and the node, if the file that LOSES names exists."""
+"""A node that loses its finished answers, if the file that LOSES names exists; and doors without their guards."""
 
 from __future__ import annotations
 
@@ -7,32 +7,60 @@ from pathlib import Path
 from typing import Any
 
 
-def take_helper() -> None:
-    """The processes of this helper lose one answer for each time that the file appears: the second half of it."""
-    from flwr.supernode.runtime import run_clientapp
+def take_node() -> None:
+    """This node loses an answer each time that the file appears: `whole`, the second `half`, or `always` again."""
+    from fedgraft.deploy.server_link import ServerLink, Unreachable
 
-    push = run_clientapp.push_message
+    answer = ServerLink.answer
+    blocks = __import__("fedgraft.deploy.server_link", fromlist=["_blocks"])._blocks
     trigger = Path(os.environ["LOSES"])
 
-    def losing(client: Any, message: Any, context: Any) -> None:
-        if message.metadata.message_type.startswith("train") and trigger.exists():
-            half = trigger.read_text() == "half"
+    def half(data: bytes, start: int) -> Any:
+        middle = start + (len(data) - start) // 2
+        yield from blocks(data[:middle], start)
+        raise ConnectionResetError("the line is cut here")
+
+    def losing(link: ServerLink, message: str, settings: dict[str, Any], data: bytes) -> None:
+        import fedgraft.deploy.server_link as module
+
+        how = trigger.read_text() if data and trigger.exists() else ""
+        if how and how != "always":
             trigger.unlink()
-            if half:
-                run_clientapp.push_objects = _broken
-                push(client, message, context)
-            _broken()
-        push(client, message, context)
+        if how in ("whole", "always"):
+            return
+        module._blocks = half if how == "half" else blocks
+        try:
+            answer(link, message, settings, data)
+        except Unreachable:
+            module._blocks = blocks
+            raise
 
-    run_clientapp.push_message = losing
+    ServerLink.answer = losing  # type: ignore[method-assign]
 
 
-def _broken(*parts: Any, **more: Any) -> None:
-    raise RuntimeError("the answer is lost here")
+def deliver_once() -> None:
+    """The broken variant: this door hands out a message once, and waits for its answer whatever its node does."""
+    from fedgraft.deploy.mailbox import Letter, Mailbox
+
+    def next_letter(mailbox: Mailbox, node: int) -> Letter | None:
+        for name in mailbox.queues.get(node, ()):
+            letter = mailbox.letters[name]
+            if not letter.deliveries:
+                letter.deliveries = 1
+                return letter
+        return None
+
+    Mailbox.next_letter = next_letter  # type: ignore[method-assign]
 
 
-def take_guard() -> None:
-    """The broken variant: this node waits for its answer as Flower's own does."""
-    from fedgraft.deploy import inflight
+def unbound_door() -> None:
+    """The broken variant: this door takes answers of any size."""
+    from fedgraft.deploy.mailbox import Mailbox
 
-    setattr(inflight, "push_or_give_up", lambda push, sleep: push)  # noqa: B010  # a function of another type
+    begin = Mailbox.begin_answer
+
+    def begin_any(mailbox: Mailbox, *parts: Any) -> int:
+        mailbox.limit = 1 << 40
+        return begin(mailbox, *parts)
+
+    Mailbox.begin_answer = begin_any  # type: ignore[method-assign]

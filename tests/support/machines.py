@@ -53,6 +53,9 @@ class Machines:
             if not self.home(k).with_suffix(".key").exists():
                 make_node_key(root / str(k), "node")
 
+    def limit_responses(self, most: int) -> None:
+        self.limit = most
+
     def home(self, client: int) -> Path:
         return self.root / str(client) / "node.home"
 

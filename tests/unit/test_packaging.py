@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedgraft.deploy.process import gate_command
+from fedgraft.deploy.run_node import NodeOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -76,7 +76,8 @@ def test_a_node_without_its_process_is_not_healthy(tmp_path: Path) -> None:
         (tmp_path / number / "cmdline").write_bytes("\0".join(command).encode())
     call = [sys.executable, "-S", flag, code.replace("/proc", str(tmp_path))]
     assert subprocess.run(call, check=False).returncode == 1
-    (tmp_path / "1" / "cmdline").write_bytes("\0".join(gate_command("supernode", ["--insecure"])).encode())
+    node = NodeOptions("h:9", tmp_path / "ca.crt", tmp_path / "north.key", 0)
+    (tmp_path / "1" / "cmdline").write_bytes("\0".join(node.command()).encode())
     assert subprocess.run(call, check=False).returncode == 0
 
 

@@ -14,7 +14,8 @@ app = typer.Typer(
     help=(
         "Run on other people's machines, over TLS, with Flower. The coordinator uses init, register, server, "
         "preflight, submit, status, evaluate, stop, revoke, renew; a data owner uses key, policy, trust, node, audit. "
-        "`local` does all of it on this machine. See docs/deploy.md."
+        "`local` does all of it on this machine; `app` writes an app for somebody else's Flower federation. "
+        "See docs/deploy.md."
     ),
 )
 for _command in (
@@ -29,6 +30,7 @@ for _command in (
     queries.evaluate,
     coordinator.stop,
     node.local,
+    coordinator.app,
     trust.policy,
     trust.fingerprint,
     trust.trust,

@@ -45,6 +45,41 @@ def init(
     typer.echo(f"5. fedgraft deploy submit {folder}, then: fedgraft deploy status {folder}")
 
 
+def app(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the app's new folder")],
+    overrides: Overrides = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", help="number of nodes (default: the config's clients)")
+    ] = None,
+    run_folder: Annotated[
+        Path | None,
+        typer.Option("--run-folder", help="the run folder on the SuperLink's machine (default: FOLDER/run)"),
+    ] = None,
+) -> None:
+    """Write a config as an ordinary Flower app, for a federation that somebody else runs: `flwr run FOLDER`."""
+    from fedgraft.config.load import to_toml
+    from fedgraft.deploy.app import check_stock_nodes, write_app
+    from fedgraft.deploy.coordinator import with_clients
+    from fedgraft.deploy.folder import check_config
+
+    config = config_of(overrides)
+    if nodes is not None:
+        config = with_clients(config, nodes)
+    check_config(config, config.partition.clients, one_machine=True)
+    check_stock_nodes(config)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FedgraftError(
+            "E-CLI-APP-FOLDER", f"{folder} exists already and is not empty", "choose another folder", path=str(folder)
+        )
+    place = (run_folder or folder / "run").absolute()
+    write_app(folder, to_toml(config), str(place))
+    typer.echo(f"written: {folder}, a Flower app for {config.partition.clients} nodes with partition-id 0, 1, ...")
+    typer.echo("every SuperLink and SuperNode needs this version of fedgraft installed; start the run with:")
+    typer.echo(f"   flwr run {folder}")
+    typer.echo(f"it writes to {place} on the SuperLink's machine")
+    typer.echo("no node keeps a policy, a ledger or an audit log there, and every update is shown to the server")
+
+
 def _node_names(nodes: int | None, names: str | None) -> list[str]:
     """Return the nodes' names from --nodes or --names, of which exactly one must be used."""
     if nodes is not None and names is None:
@@ -166,6 +201,7 @@ def _name_missing(federation: FederationFolder, nodes: list[RegisteredNode]) -> 
 def status(fed: Fed) -> None:
     """Coordinator: show the latest run and whose updates are in which rounds. Exit code 1: the run died."""
     from fedgraft.deploy.coordinator import connect_control, run_state, running_server
+    from fedgraft.deploy.door_link import describe_transfer, transfers
     from fedgraft.deploy.folder import open_federation
     from fedgraft.report.run_record import current_phases
 
@@ -190,6 +226,9 @@ def status(fed: Fed) -> None:
     if folder is not None and not state.over:
         for line in current_phases(folder):
             typer.echo(f"now: {line}")
+        names = {node.id: node.name for node in nodes}
+        for transfer in transfers(federation.path):
+            typer.echo(f"now: {names.get(transfer['node'], 'a node')}: {describe_transfer(transfer)}")
     if folder is not None:
         typer.echo(f"folder: {folder}")
     if reason:  # failed, or stopped by something other than `deploy stop`

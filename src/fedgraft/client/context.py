@@ -15,6 +15,7 @@ from fedgraft.core.messages import Request, Response
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import Bound, EditSpace, select
 from fedgraft.local.features import feature_batches as look_through
+from fedgraft.local.progress import TrainingProgress
 
 
 @dataclass
@@ -56,6 +57,8 @@ class ClientContext:
     """Identity of what this machine was told of the run besides requests; all clients of a secure sum share it."""
     noise_key: bytes = b""
     """This machine's secret for the noise on representations that clients send; empty: noise comes from the seed."""
+    progress: Callable[[str], TrainingProgress] | None = None
+    """Where the progress of a training is kept, by its purpose; None: an interrupted request begins anew."""
     class_counts: Tensor | None = None
     """Training images of each class over all clients, where the loss or the sampling asks for them."""
     _bound: dict[str, Bound] = field(default_factory=dict)
@@ -88,7 +91,7 @@ class ClientContext:
         """Write a model into the network: `vector` into the shared edit space, and the private part where there is one.
 
         `own_part` are the client's private values; None: the values with which every client started. The cached binding
-        is forgotten.
+        (the flat vector that drives the network's weights in training) is forgotten.
         """
         self.forget_binding()
         if self.private is not None and self.private_start is not None:

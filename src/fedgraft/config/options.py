@@ -37,6 +37,12 @@ class RoundsTable(Section):
         gt=0,
         description="seconds that clients have for one request; later responses do not count (default: no limit)",
     )
+    enough: int | None = Field(
+        None,
+        ge=1,
+        description="in a deployment: a round ends when so many clients have answered; until the deadline it waits for "
+        "nodes that are gone, too (default: it waits for all that are connected)",
+    )
     norm_bound: float | None = Field(None, gt=0, description="refuse updates of a larger norm")
     norm_factor: float = Field(
         30.0, ge=0, description="refuse updates longer than so many times the median length; 0: none"
@@ -132,7 +138,12 @@ class Config(Section):
     select: str = Field(
         "accuracy", description="the metric on validation images that chooses the best round; of one class: f1:CLASS"
     )
-    device: str = Field("cpu", description="cpu, cuda, cuda:0")
+    device: str = Field(
+        "auto",
+        description="where this command computes: cpu, cuda, cuda:1, mps, several with commas; auto: FEDGRAFT_DEVICE, "
+        "else cuda where there is one, else cpu; not part of the run (docs/devices)",
+        json_schema_extra=NOT_IN_IDENTITY,
+    )
     engine: Literal["auto", "reference", "batched", "flower-sim"] = Field(
         "auto",
         description="batched: all clients of a linear head in one product, equal within 1e-6; auto: where it can be; "

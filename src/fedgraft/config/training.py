@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from fedgraft.config.section import ChoiceSection, DerivedSection, Section, declared_in
+from fedgraft.config.section import NOT_IN_IDENTITY, ChoiceSection, DerivedSection, Section, declared_in
 from fedgraft.core.declared import Declared, declared_options, functions_in
 from fedgraft.core.registry import GIVEN, algorithm_files
 
@@ -56,6 +56,13 @@ class LocalTable(DerivedSection):
     optimizer: Literal["sgdm", "adamw"] = "sgdm"
     head_lr: float | None = Field(
         None, gt=0, description="learning rate of the head; default: its own beside a sparse or low-rank edit"
+    )
+
+    checkpoint_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="a deployed node saves its progress inside a round so often, and continues there after a crash",
+        json_schema_extra=NOT_IN_IDENTITY,
     )
 
     @field_validator("lr", "head_lr", mode="before", check_fields=False)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.store import locked, write_at
+from fedgraft.data.cache_limit import make_room, note_use
 from fedgraft.data.row_files import MAPPED, consecutive_runs, read_rows
 
 CHECKED = 128
@@ -63,7 +64,9 @@ class FeatureTable:
         sizes = {"features.bin": self._row_bytes * rows, "marks.bin": 8 * rows}
         with locked(self.folder / "lock"):
             if not self._is_intact(meta, sizes):
+                make_room(sum(sizes.values()), required=False)  # rows that nobody needs take no space
                 self._create(meta, sizes)
+            note_use(self.folder)
             # Written through the file, never through a map: a full disk is then an error and not a dead process.
             file = (self.folder / "features.bin").open("r+b", buffering=0)
             marks = np.memmap(self.folder / "marks.bin", np.uint64, "r+", shape=(rows,))

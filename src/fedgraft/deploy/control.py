@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.deploy.app import app_files
+from fedgraft.deploy.app import app_files, check_flower_version
 from fedgraft.deploy.keys import flower_key_bytes
 
 _ERROR_SUFFIXES = ("Error", "Exception", "Extra", "Interrupt", "Exit")
@@ -47,11 +47,12 @@ class RunState:
 
 
 def require_flower() -> None:
-    """Raise `MissingExtra` if Flower is not installed."""
+    """Raise `MissingExtra` if Flower is not installed, and refuse a version that was not tried."""
     try:
-        import flwr  # noqa: F401
+        import flwr
     except ImportError as error:
         raise MissingExtra("flwr", "flower", "a deployed federation") from error
+    check_flower_version(flwr.__version__)
 
 
 class Control:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING
 from fedgraft.core.errors import FedgraftError
 from fedgraft.deploy import process as processes
 from fedgraft.deploy.control import Control, RegisteredNode, RunState, failure_reason, require_flower
+from fedgraft.deploy.door_link import synchronize_door
 from fedgraft.deploy.folder import FederationFolder
 from fedgraft.deploy.keys import days_left, flower_key_bytes
 from fedgraft.deploy.process import ServerProcess
@@ -29,7 +32,7 @@ SERVER_LOST = "the server ended while the run was in progress"
 def start_server(
     federation: FederationFolder, port: int | None = None, bind: str | None = None, bound: bool = False
 ) -> ServerProcess:
-    """Start the SuperLink in the background, wait until it answers, and admit the registered keys.
+    """Start door and SuperLink in the background, wait until both answer, and admit the registered keys.
 
     Args:
         port: to listen on; None: any free one.
@@ -46,9 +49,10 @@ def start_server(
     log_offset = 0
     if federation.log.exists():
         log_offset = federation.log.stat().st_size
-    command = processes.gate_command("superlink", _superlink_flags(federation, host, number))
+    control_port = processes.free_port()
+    command = _door_command(federation, host, number, control_port)
     started = processes.process_id(processes.spawn(command, federation.home, federation.log, bound))
-    server = ServerProcess(started.pid, started.began, host, number)
+    server = ServerProcess(started.pid, started.began, host, number, control_port)
     processes.write_server_record(federation.server_record, server)
     try:
         _wait_until_ready(federation, server, log_offset)
@@ -89,36 +93,24 @@ def _listening_host(federation: FederationFolder, bind: str | None) -> str:
     return "0.0.0.0"
 
 
-def _superlink_flags(federation: FederationFolder, host: str, port: int) -> list[str]:
-    """Return the flags of Flower's SuperLink."""
-    return [
-        "--host",
-        host,
-        "--port",
-        str(port),
-        "--ssl-ca-certfile",
-        str(federation.authority),
-        "--ssl-certfile",
-        str(federation.certificates / "server.crt"),
-        "--ssl-keyfile",
-        str(federation.certificates / "server.key"),
-        "--enable-supernode-auth",
-        "--disable-runtime-dependency-installation",
-        "--database",
-        str(federation.home / "state.db"),
-    ]
+def _door_command(federation: FederationFolder, host: str, port: int, control_port: int) -> list[str]:
+    """Return the command of the front door, which starts the SuperLink behind it."""
+    command = [sys.executable, "-m", "fedgraft.deploy.door", "--folder", str(federation.path), "--host", host]
+    return [*command, "--port", str(port), "--control-port", str(control_port)]
 
 
 def _wait_until_ready(federation: FederationFolder, server: ServerProcess, log_offset: int) -> None:
     """Wait until the server answers; if it does not, raise with the last line that it logged since `log_offset`."""
     deadline = time.monotonic() + START_SECONDS
-    with Control(server.address, federation.authority) as control:
+    with Control(server.control_address, federation.authority) as control:
         while server.alive and time.monotonic() < deadline:
             try:
                 control.nodes()
-                return
+                if _door_answers(server):
+                    return
             except FedgraftError:
-                time.sleep(0.3)
+                pass
+            time.sleep(0.1)
     last_line = "no output"
     lines = federation.log.read_bytes()[log_offset:].decode(errors="replace").strip().splitlines()
     if lines:
@@ -129,6 +121,16 @@ def _wait_until_ready(federation: FederationFolder, server: ServerProcess, log_o
         f"see {federation.log}",
         log=str(federation.log),
     )
+
+
+def _door_answers(server: ServerProcess) -> bool:
+    """Return whether the nodes' port accepts connections."""
+    host, _, port = server.address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2).close()
+    except OSError:
+        return False
+    return True
 
 
 def _stop_lost_runs(federation: FederationFolder) -> None:
@@ -163,7 +165,7 @@ def connect_control(federation: FederationFolder) -> Control:
             f"start it with: fedgraft deploy server {federation.path}",
             path=str(federation.path),
         )
-    return Control(server.address, federation.authority)
+    return Control(server.control_address, federation.authority)
 
 
 def synchronize_keys(federation: FederationFolder) -> list[RegisteredNode]:
@@ -177,6 +179,7 @@ def synchronize_keys(federation: FederationFolder) -> list[RegisteredNode]:
                 control.unregister(node)
         for name in missing:
             control.register(name, federation.key(name))
+        synchronize_door(federation.path)
         return control.nodes()
 
 

@@ -124,7 +124,10 @@ def _reported_classes(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def _check_classes(classes: Sequence[str], facts: Mapping[int, Mapping[str, Any]]) -> None:
-    """Refuse class names that look alike, and fewer than two classes."""
+    """Refuse class names that look alike, and fewer than two classes.
+
+    `facts` is what each client's node reported. Where one client alone has a class of its own, the error names it.
+    """
     try:
         check_names(classes)
     except FedgraftError as error:
@@ -235,11 +238,11 @@ def run_deployed(
     """
 
     def build(secret: bytes) -> tuple[RunSetup, Remote]:
-        """Return the setup, once the nodes are there, and the engine; publish the limit for the size of responses."""
+        """Return the setup, once the nodes are there, and the engine; state the limit for the size of responses."""
         setup = wait_for_clients(config, engine, server_data, source, secret=secret)
         network = setup.task.network
         parameters = sum(parameter.numel() for parameter in network.parameters())
-        limits.publish_response_limit(limits.response_limit(parameters, network.width, network.classes))
+        engine.limit_responses(limits.response_limit(parameters, network.width, network.classes))
         remote: Remote = engine
         return setup, remote
 

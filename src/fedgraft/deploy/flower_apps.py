@@ -13,15 +13,20 @@ forwards the message to the node's worker.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedgraft.core.device import choose_devices
+from fedgraft.core.device_choice import AUTO, CHOICE
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.deploy import limits
+from fedgraft.deploy.app import check_stock_nodes
+from fedgraft.deploy.door_link import SOCKET_VARIABLE
 from fedgraft.deploy.process import NODE_STATE_VARIABLE
 from fedgraft.engines.flower.client import Slots, client_app
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, ask_worker
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from fedgraft.config.load import Config
     from fedgraft.deploy.node import NodeWorker
     from fedgraft.engines.flower.server import FlowerEngine
+    from fedgraft.engines.flower.transport import NodeTransport
     from fedgraft.runs.tracking import Progress
 
 __all__ = ["client", "run_simulation", "server"]
@@ -50,7 +56,12 @@ def _carry_out(worker_request: WorkerRequest, slots: Slots) -> WorkerResponse:
     In a simulation this process is the worker, and `slots` hold the client's memory.
     """
     simulated = 'engine = "flower-sim"' in worker_request.config
-    if NODE_STATE_VARIABLE in os.environ or not simulated:  # a node with a key never simulates
+    if NODE_STATE_VARIABLE in os.environ:  # a node with a key never simulates
+        return ask_worker(worker_request)
+    if not simulated:  # a stock node of Flower's: what it cannot promise is refused here too
+        from fedgraft.config.load import validate
+
+        check_stock_nodes(validate(tomllib.loads(worker_request.config)))
         return ask_worker(worker_request)
     if not worker_request.request:
         return WorkerResponse(facts={"client": worker_request.client})
@@ -67,7 +78,8 @@ def _carry_out(worker_request: WorkerRequest, slots: Slots) -> WorkerResponse:
 
 def _main(grid: Any, context: Any) -> None:
     """Run the server app: the task of its settings."""
-    _run_task(grid, {name: str(value) for name, value in context.run_config.items()})
+    settings = {name: str(value) for name, value in context.run_config.items()}
+    _run_task(grid, settings | {"run": str(context.run_id)})
 
 
 def _run_task(grid: Any, settings: Mapping[str, str], progress: Progress | None = None) -> dict[str, Any]:
@@ -82,6 +94,8 @@ def _run_task(grid: Any, settings: Mapping[str, str], progress: Progress | None 
         )
     logging.getLogger("fedgraft").setLevel(logging.INFO)
     config = parse_config(settings["config"])
+    if SOCKET_VARIABLE not in os.environ and config.engine != "flower-sim":
+        check_stock_nodes(config)
     engine = _make_engine(grid, config, settings)
     folder = Path(settings["folder"])
     if not folder.is_absolute():
@@ -96,20 +110,43 @@ def _run_task(grid: Any, settings: Mapping[str, str], progress: Progress | None 
         return _run_query(task, config, folder, engine, settings)
     server_data = settings.get("server-data", "")
     source = settings.get("server-source", "")
-    return run_deployed(config, folder, engine, server_data, source, progress)
+    summary = run_deployed(config, folder, engine, server_data, source, progress)
+    if engine.store is not None:
+        engine.store.remove()
+    return summary
 
 
 def _make_engine(grid: Any, config: Config, settings: Mapping[str, str]) -> FlowerEngine:
-    """Return the engine that sends requests through Flower."""
-    from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
+    """Return the engine of the run: through the front door of its server, or through Flower's grid elsewhere."""
+    from fedgraft.engines.flower.response_store import ResponseStore
+    from fedgraft.engines.flower.server import FlowerEngine, Patience
     from fedgraft.runs.setup import minimum_answers
 
     wait = float(settings.get("wait") or _DEFAULT_WAIT)
-    patience = Patience(config.rounds.deadline, wait, minimum_answers(config, deployed=True))
+    least = minimum_answers(config, deployed=True)
+    patience = Patience(config.rounds.deadline, wait, least, config.rounds.enough)
     if settings.get("task"):
         patience = replace(patience, least=1)
     members = _registered_members(settings.get("federation", ""))
-    return FlowerEngine(FlowerTransport(grid), config.partition.clients, patience, members=members)
+    transport = _make_transport(grid, settings)
+    store = None
+    if SOCKET_VARIABLE in os.environ and not settings.get("task"):
+        identity = hashlib.blake2b(settings["folder"].encode(), digest_size=12).hexdigest()
+        store = ResponseStore(Path(os.environ["FLWR_HOME"]) / "answers" / identity)
+    return FlowerEngine(transport, config.partition.clients, patience, members=members, store=store)
+
+
+def _make_transport(grid: Any, settings: Mapping[str, str]) -> NodeTransport:
+    """Return what carries the messages: the front door if this process belongs to a server of fedgraft's."""
+    if SOCKET_VARIABLE in os.environ:
+        from fedgraft.deploy.door_link import DoorTransport
+
+        sent = {name: settings.get(name, "") for name in ("config", "folder", "task")}
+        spool = Path(os.environ["FLWR_HOME"]) / "spool"
+        return DoorTransport(Path(os.environ[SOCKET_VARIABLE]), spool, {**sent, "run": int(settings["run"])})
+    from fedgraft.engines.flower.grid import FlowerTransport
+
+    return FlowerTransport(grid)
 
 
 def _run_query(
@@ -171,7 +208,10 @@ def run_simulation(config: Config, folder: Path, progress: Progress | None = Non
             errors.append(error)
 
     try:
-        run_flower_simulation(server_app(main), client_app(_carry_out, settings), config.partition.clients)
+        if config.device != AUTO:
+            os.environ[CHOICE] = config.device  # nodes choose their own device, and these are parts of this process
+        gpus = choose_devices(config.device).share_of_gpus(os.cpu_count() or 1)
+        run_flower_simulation(server_app(main), client_app(_carry_out, settings), config.partition.clients, gpus)
     except RuntimeError as error:
         if not errors:
             raise FedgraftError(
@@ -191,7 +231,5 @@ def _root_cause(error: BaseException) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
-if NODE_STATE_VARIABLE in os.environ:  # a node's process
-    limits.bound_arrays(limits.request_limit(Path(os.environ[NODE_STATE_VARIABLE]).parent / "policy.toml"))
 client = client_app(_carry_out)
 server = server_app(_main)

@@ -24,6 +24,8 @@ from fedgraft.core.store import write_atomic
 from fedgraft.deploy import audit
 from fedgraft.deploy.keys import node_identity, short_identity
 from fedgraft.deploy.process import NODE_STATE_VARIABLE
+from fedgraft.deploy.work_store import WorkStore, work_name
+from fedgraft.engines.flower.node_link import WorkerRequest
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity
 
@@ -61,6 +63,19 @@ class NodeState:
         if not path.is_file():
             return None
         return parse(path.read_text(), str(path))
+
+    def work_store(self, worker_request: WorkerRequest, seconds: float = 60.0) -> WorkStore | None:
+        """Return where the work on a request is kept, under the owner's present rules; None without a key.
+
+        `seconds` is the time between two savings of progress.
+        """
+        if not self.key.is_file():
+            return None
+        path = self.home.parent / "policy.toml"
+        rules = b""
+        if path.is_file():
+            rules = path.read_bytes()
+        return WorkStore(self.home / "work", self.key, work_name(worker_request, rules), seconds)
 
     def load(self, client: int) -> dict[str, Tensor]:
         """Return the permanent memory of the node: its ledger's tensors and its identity.

@@ -20,7 +20,7 @@ from fedgraft.core.store import write_text
 
 PROC = Path("/proc")
 _GRACE = 10.0  # seconds that a process has to end by itself
-_PARENT_VARIABLE = "FEDGRAFT_LIVES_WITH"  # names the process with which a gate ends
+_PARENT_VARIABLE = "FEDGRAFT_LIVES_WITH"  # names the process with which another one ends
 NODE_STATE_VARIABLE = "FEDGRAFT_NODE_STATE"
 """Environment variable with the node's home: ledger and audit log are in it, the owner's policy beside it."""
 _IGNORED_VARIABLES = ("FORWARDED_ALLOW_IPS", "WEB_CONCURRENCY")
@@ -42,18 +42,24 @@ class ProcessId:
 
 @dataclass(frozen=True)
 class ServerProcess(ProcessId):
-    """A running SuperLink and the address it listens on."""
+    """A running front door, the address it listens on, and the port of the SuperLink behind it, on loopback."""
 
     bind: str
     port: int
+    control_port: int = 0
 
     @property
     def address(self) -> str:
-        """Return the address by which this machine reaches it."""
+        """Return the address by which nodes of this machine reach it."""
         host = self.bind
         if host == "0.0.0.0":
             host = "127.0.0.1"
         return f"{host}:{self.port}"
+
+    @property
+    def control_address(self) -> str:
+        """Return the address of the SuperLink's control interface."""
+        return f"127.0.0.1:{self.control_port}"
 
 
 # ---- starting --------------------------------------------------------------------------------------------------------
@@ -72,15 +78,20 @@ def flower_environment(home: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "3",  # at most; our helper polls more often while there is work
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1",  # seconds until a submitted run is noticed
         # Flower starts its helpers by name: they must be those of this installation.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
 
 
-def gate_command(component: str, flags: Sequence[str]) -> list[str]:
-    """Return the command that starts a component of Flower behind fedgraft's gate."""
-    return [sys.executable, "-m", "fedgraft.deploy.gate", component, *flags]
+def guard_command(command: Sequence[str]) -> list[str]:
+    """Return the command that runs another one and ends it together with its own parent."""
+    return [sys.executable, "-m", "fedgraft.deploy.guard", *command]
+
+
+def bound_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which a process that calls `end_with_parent` ends with this one."""
+    return {**environment, _PARENT_VARIABLE: str(os.getpid())}
 
 
 def spawn(
@@ -94,13 +105,13 @@ def spawn(
 
     Args:
         home: Flower's private folder.
-        bound: a gate ends by itself when this process has ended, for whatever reason.
+        bound: it ends by itself when this process has ended, for whatever reason.
         variables: further environment variables.
     """
     log.touch(mode=0o600)
     environment = flower_environment(home)
     if bound:
-        environment[_PARENT_VARIABLE] = str(os.getpid())
+        environment = bound_environment(environment)
     environment.update(variables or {})
     with log.open("ab") as file:
         return subprocess.Popen(

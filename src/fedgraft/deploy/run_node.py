@@ -1,9 +1,10 @@
-"""A data owner's node: one SuperNode process in the foreground, whose log is translated into messages for its owner."""
+"""A data owner's node: one process in the foreground, whose log is translated into messages for its owner."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from pathlib import Path
 from fedgraft.core.errors import FedgraftError
 from fedgraft.deploy import process as processes
 from fedgraft.deploy.control import require_flower
-from fedgraft.deploy.gate import KEY_IN_USE, KEY_IN_USE_SECONDS
+from fedgraft.deploy.door_paths import KEY_IN_USE
 from fedgraft.deploy.keys import check_authority, check_private_key
+from fedgraft.deploy.node_loop import CONNECTED, FAILED, KEY_IN_USE_SECONDS, UNREACHABLE, WORKING
 
 DATA_SOURCES = ("folder", "parquet", "npz")
-_CONNECTED = "SuperNode ID:"  # Flower logs it when a node is admitted
 _LAST_LINES = 40  # lines of the log in which the reason of an end is looked for
 
 
@@ -71,7 +72,7 @@ class NodeOptions:
             )
 
     def _check_data(self) -> None:
-        """Refuse data that is missing or cannot be passed on, and a format without data."""
+        """Refuse data that is missing, and a format without data."""
         if self.source is not None and self.source not in DATA_SOURCES:
             raise FedgraftError(
                 "E-DEPLOY-SOURCE",
@@ -95,38 +96,16 @@ class NodeOptions:
                 "use --data with the path of this node's own images",
                 path=str(self.data),
             )
-        if any(character in str(self.data.absolute()) for character in "\"'\\"):
-            raise FedgraftError(
-                "E-DEPLOY-DATA-QUOTES",
-                f"Flower cannot pass on the path {self.data} because of its quotes or backslashes",
-                "rename it",
-                path=str(self.data),
-            )
 
     def command(self) -> list[str]:
         """Return the command that starts the node."""
-        settings = [f"partition-id={self.client}"]
+        command = [sys.executable, "-m", "fedgraft.deploy.node_loop", "--superlink", self.superlink]
+        command += ["--ca", str(self.authority.absolute()), "--key", str(self.key.absolute()), "--id", str(self.client)]
         if self.data is not None:
-            settings.append(f"data={json.dumps(str(self.data.absolute()), ensure_ascii=False)}")
+            command += ["--data", str(self.data.absolute())]
         if self.source is not None:
-            settings.append(f'source="{self.source}"')
-        return processes.gate_command(
-            "supernode",
-            [
-                "--superlink",
-                self.superlink,
-                "--root-certificates",
-                str(self.authority.absolute()),
-                "--auth-supernode-private-key",
-                str(self.key.absolute()),
-                "--node-config",
-                " ".join(settings),
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(processes.free_port()),
-            ],
-        )
+            command += ["--source", self.source]
+        return command
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the node with its output in the log of its home; it ends with this process."""
@@ -174,65 +153,25 @@ def _follow_log(log: Path, process: subprocess.Popen[bytes]) -> Iterator[str]:
 
 def describe_log_line(line: str, options: NodeOptions) -> str | None:
     """Return the message for the owner that a line of the node's log stands for; None if there is none."""
-    if _CONNECTED in line:
+    if line.startswith(CONNECTED):
         return f"connected to {options.superlink} as client {options.client}; Ctrl-C ends the node"
     if line.strip() == KEY_IN_USE:
         return f"{options.superlink} reports: {KEY_IN_USE}; trying again for up to {KEY_IN_USE_SECONDS:g} s"
-    if "Receiving:" in line:
-        kind = line.partition("Receiving: ")[2].partition(" message")[0]
-        return f"working on a request ({kind})"
-    if "FAB verification failed" in line:
-        return "refused an app that is not this installation's fedgraft; both sides need the same version"
-    if "Connection attempt failed" in line or "Connection refused" in line:
+    if line.startswith(WORKING):
+        return f"working on a request ({line.removeprefix(WORKING).strip().partition('.')[0]})"
+    if line.strip() == UNREACHABLE:
         return f"{options.superlink} does not answer; trying again"
     return None
 
 
 def node_failure(log: str, options: NodeOptions) -> FedgraftError:
     """Return the error that explains why a node ended, from the end of its log."""
-    superlink = options.superlink
-    if "mismatch" in log and "CERTIFICATE_VERIFY_FAILED" in log:
-        host = superlink.rpartition(":")[0]
-        return FedgraftError(
-            "E-DEPLOY-NODE-CERTIFICATE-HOST",
-            f"the server's certificate is not for {host!r}",
-            "use the host that the coordinator used in `deploy init --host`",
-            host=host,
-        )
-    if "CERTIFICATE_VERIFY_FAILED" in log:
-        return FedgraftError(
-            "E-DEPLOY-NODE-CERTIFICATE",
-            f"the server at {superlink} was not certified by {options.authority}",
-            "ask the coordinator for the right ca.crt",
-            superlink=superlink,
-        )
-    activation_failed = "[code: 2004]" in log
-    since_connected = log.rpartition(_CONNECTED)[2]
-    if activation_failed and KEY_IN_USE in since_connected:
-        return FedgraftError(
-            "E-DEPLOY-NODE-KEY-IN-USE",
-            f"another process uses the key {options.key} at {superlink}",
-            "end that process, or make another key for this node",
-            key=str(options.key),
-        )
-    unauthenticated = "[code: 2001]" in log or "Invalid SuperNode authentication" in log or "401" in log
-    if activation_failed or unauthenticated:
-        return FedgraftError(
-            "E-DEPLOY-NODE-KEY-REFUSED",
-            f"the server at {superlink} refused the key {options.key}: it is not registered",
-            f"the coordinator registers it with: fedgraft deploy register FED NAME {options.key.stem}.pub",
-            key=str(options.key),
-        )
-    if "WRONG_VERSION_NUMBER" in log or "SSL/TLS handshake error" in log:
-        return FedgraftError(
-            "E-DEPLOY-NODE-NO-TLS",
-            f"the server at {superlink} does not use TLS",
-            "check the address",
-            superlink=superlink,
-        )
     last_line = "no output"
     for line in log.splitlines():
-        if line.strip() and not line.startswith("INFO"):
+        if line.startswith(FAILED):
+            table = json.loads(line.removeprefix(FAILED))
+            return FedgraftError(table["code"], table["message"], table["hint"])
+        if line.strip():
             last_line = line.strip()
     return FedgraftError(
         "E-DEPLOY-NODE-ENDED", f"the node ended: {last_line}", f"see {options.log}", last_line=last_line

@@ -4,7 +4,7 @@ import os
 import sys
 
 words = sys.orig_argv
-if os.environ.get("HOSTILE") == "server" and {"flwr-serverapp", "superexec"} & set(words):
+if os.environ.get("HOSTILE") == "server" and any(word.endswith("flwr-serverapp") for word in words):
     from tests.support import deployed_lies
 
     deployed_lies.take_server()
@@ -12,19 +12,23 @@ if os.environ.get("HOSTILE") == "node" and "fedgraft.deploy.node" in words:
     from tests.support import deployed_lies
 
     deployed_lies.take_node()
+if os.environ.get("ECHO") and "fedgraft.deploy.node" in words:
+    from tests.support import echo
+
+    echo.take_node()
 if os.environ.get("STOPS") and "fedgraft.deploy.node" in words:
     from tests.support import deployed_stops
 
     deployed_stops.take_node()
-if os.environ.get("UNBOUNDED") and "superlink" in words:
-    from fedgraft.deploy import limits
-
-    limits.too_large = lambda tree, limit: False
-if os.environ.get("LOSES") and "superexec" in words:
+if os.environ.get("UNBOUNDED") and "fedgraft.deploy.door" in words:
     from tests.support import lost_answers
 
-    lost_answers.take_helper()
-if os.environ.get("WAITS") and "supernode" in words:
+    lost_answers.unbound_door()
+if os.environ.get("LOSES") and "fedgraft.deploy.node_loop" in words:
     from tests.support import lost_answers
 
-    lost_answers.take_guard()
+    lost_answers.take_node()
+if os.environ.get("ONCE") and "fedgraft.deploy.door" in words:
+    from tests.support import lost_answers
+
+    lost_answers.deliver_once()

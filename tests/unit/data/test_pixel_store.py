@@ -123,7 +123,7 @@ def test_a_stopped_build_goes_on_where_it_was(files: list[Path], tmp_path: Path)
     originals, asked = counted(from_files(files))
     made = open_pixels(originals, RULE, tmp_path)
     assert asked == [6, 9] and np.array_equal(made.images, expected(files))
-    assert sorted(path.name for path in entry_of(tmp_path).iterdir()) == ["images.npy", "store.json"]
+    assert sorted(path.name for path in entry_of(tmp_path).iterdir()) == [".used", "images.npy", "store.json"]
 
 
 def test_a_stretch_that_was_not_written_whole_is_made_again(files: list[Path], tmp_path: Path) -> None:

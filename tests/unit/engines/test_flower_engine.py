@@ -39,8 +39,10 @@ from fedgraft.deploy.deployed import wait_for_clients
 from fedgraft.deploy.process import NODE_STATE_VARIABLE
 from fedgraft.deploy.slots import load_memory
 from fedgraft.engines.flower.client import StateSlots, client_app
+from fedgraft.engines.flower.grid import FlowerTransport
 from fedgraft.engines.flower.registry import NodeRegistry
-from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
+from fedgraft.engines.flower.response_store import ResponseStore
+from fedgraft.engines.flower.server import FlowerEngine, Patience
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import expected_evaluation, valid_responses
 
@@ -338,7 +340,7 @@ def test_without_a_deadline_a_node_that_never_answers_does_not_hold_up_the_run(
 
 
 def test_what_a_node_says_begins_no_line_and_moves_no_cursor() -> None:
-    from fedgraft.engines.flower.wire import name_list, text_setting
+    from fedgraft.engines.flower.transport import name_list, text_setting
 
     said = "broken\n2026-11-17 round 3: client 0 dropped \x1b[2J\x1b[31m"
     assert (
@@ -686,7 +688,7 @@ def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeyp
     from fedgraft.runs.checkpoint import load_latest
     from fedgraft.runs.loop import run
 
-    def play(server: Any, client: Any, nodes: int) -> None:
+    def play(server: Any, client: Any, nodes: int, gpus: float = 0.0) -> None:
         grid = FakeGrid({10 + k: AppNode(client, k) for k in range(nodes)}, Clock())  # type: ignore[misc]
         server(grid, Context(1, 0, {}, RecordDict(), {}))
 
@@ -793,3 +795,60 @@ def test_a_node_that_answers_two_greetings_at_once_is_entered_once() -> None:
     now[0] = 1000.0
     registry.refresh()
     assert len(slow.asked) == 2 and registry.nodes == {0: 7}
+
+
+# ---- a server that comes back ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_server_that_comes_back_asks_for_what_is_missing(kept: bool, tmp_path: Path) -> None:
+    """Two of five answers came before it was killed; the others are asked, and the result is the same."""
+    store = ResponseStore(tmp_path / "answers") if kept else None
+    toy = Toy(algorithm("scaffold"), per_round=5)
+    engine, grid = deploy(toy)
+    engine.store = store
+    toy.run(1)
+    memory = dict(engine.memory)
+    requests = [
+        Request("toy", 1, k, "train", toy.space.digest, toy.state.vector, dict(toy.state.rule), {"lr": 0.1})
+        for k in range(5)
+    ]
+    whole = dict(engine._deliver(requests[:2]))
+    again = FlowerEngine(FlowerTransport(grid), 5, Patience(), grid.clock, grid.clock.sleep, store=store)  # type: ignore[arg-type]
+    again.gather()
+    again.open("toy", {"head": torch.zeros(2)})
+    again.memory = memory
+    grid.pushed.clear()
+    arrivals = again._deliver(requests)
+    asked = [m for m in grid.pushed if m.metadata.message_type == "train.request"]
+    assert len(asked) == (3 if kept else 5)
+    assert {client: arrivals[client] for client in whole} == whole and len(arrivals) == 5
+    assert all(isinstance(answer, bytes) for _, answer in arrivals.values())
+    if store is not None:
+        again._deliver([replace(request, round=2) for request in requests[:1]])
+        assert len(list(store.folder.iterdir())) == 1  # of the new round
+        store.remove()
+        assert not store.folder.exists()
+
+
+def test_a_round_ends_with_enough_answers_and_waits_no_longer_than_its_deadline() -> None:
+    """Until three of five have answered, at most thirty seconds."""
+    toy = Toy(algorithm("fedavg"), per_round=5)
+    engine, grid = deploy(toy, 5, Patience(deadline=30.0, enough=3))
+    for client in (3, 4):
+        grid.nodes[engine.registry.nodes[client]].delay = 20.0
+    began = grid.clock()
+    toy.run(1)
+    assert grid.clock() - began < 2
+    rejections = {o.client: o.reason for o in toy.summary.rejections}
+    assert set(rejections) == {3, 4} and all("ended with 3 answers" in reason for reason in rejections.values())
+    for client in (1, 2):
+        grid.nodes[engine.registry.nodes[client]].silent = True
+    began = grid.clock()
+    toy.run(1)
+    assert 20 <= grid.clock() - began < 22  # client 0 and the two slow ones
+    for client in (3, 4):
+        grid.nodes[engine.registry.nodes[client]].delay = 50.0
+    began = grid.clock()
+    toy.run(1)
+    assert 30 <= grid.clock() - began < 32

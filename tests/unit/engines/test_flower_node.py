@@ -70,6 +70,9 @@ class Direct:
         self.actions: list[str] = []
         self.sent = self.received = 0
 
+    def limit_responses(self, most: int) -> None:
+        self.limit = most
+
     def gather(self) -> None:
         for k, request in enumerate(self.requests):
             found = self.nodes[k].carry_out(request).facts

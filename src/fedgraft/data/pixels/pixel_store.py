@@ -25,6 +25,7 @@ import numpy as np
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 from fedgraft.core.store import digest_of_chunks, locked, replacing, write_all
+from fedgraft.data.cache_limit import make_room, note_use
 from fedgraft.data.pixels.originals import Originals
 from fedgraft.data.pixels.pixel_file import PixelFile, create, open_images
 from fedgraft.data.pixels.rule import PixelRule, Source, Unreadable, decode_image
@@ -129,6 +130,7 @@ def _entry(originals: Originals, rule: PixelRule, cache: Path) -> Path:
 def _sealed_pixels(entry: Path, seal: dict[str, Any]) -> Pixels:
     """Return the pixels of a complete folder of the cache."""
     images = open_images(entry / "images.npy")
+    note_use(entry)
     return Pixels(images, seal["digest"], unreadable=dict(seal["bad"]), clipped=seal["clipped"], peak=seal["peak"])
 
 
@@ -166,7 +168,10 @@ def _build(entry: Path, originals: Originals, rule: PixelRule) -> dict[str, Any]
 
     A build that was stopped before continues after the chunks in its ledger.
     """
-    images = _open_array(entry / "images.npy", (originals.count, rule.size, rule.size, 3))
+    shape = (originals.count, rule.size, rule.size, 3)
+    if not (entry / "images.npy").exists():  # its place is reserved when a build begins
+        make_room(int(np.prod(shape)))
+    images = _open_array(entry / "images.npy", shape)
     records = _read_ledger(entry, images)
     missing = originals.count - sum(min(CHUNK, originals.count - start) for start in records)
     make = partial(make_pixels, rule, originals.side)

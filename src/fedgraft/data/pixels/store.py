@@ -10,14 +10,13 @@ import functools
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.data.cache_limit import cache_dir
 from fedgraft.data.labelled import Labelled, check_range, short_digest
 from fedgraft.data.pixels.on_demand import DecodedPixels
 from fedgraft.data.pixels.originals import Originals, from_arrays
@@ -226,14 +225,3 @@ def content_digest(images: np.ndarray, labels: np.ndarray, classes: tuple[str, .
     for start in range(0, len(images), _CHUNK):
         hasher.update(np.ascontiguousarray(images[start : start + _CHUNK]).data)
     return hasher.hexdigest()
-
-
-def cache_dir() -> Path:
-    """Return the folder of cached pixels and features: FEDGRAFT_CACHE, else `fedgraft` in the user's cache folder."""
-    chosen = os.environ.get("FEDGRAFT_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return Path(base) / "fedgraft"
-    return Path.home() / ".cache" / "fedgraft"

@@ -14,16 +14,8 @@ from flwr.clientapp import ClientApp
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
-from fedgraft.engines.flower.wire import (
-    HELLO,
-    REQUEST,
-    as_record,
-    name_list,
-    pack_content,
-    text_setting,
-    unpack_content,
-    whole_number,
-)
+from fedgraft.engines.flower.transport import HELLO, REQUEST, name_list, text_setting, whole_number
+from fedgraft.engines.flower.wire import as_record, pack_content, unpack_content
 
 Slots = MutableMapping[str, bytes]
 """Two places for a client's memory: the present one and the one before."""

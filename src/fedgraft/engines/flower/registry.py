@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.engines.flower.transport import ASK_AGAIN, NodeTransport
 
 log = logging.getLogger("fedgraft")
-ASK_AGAIN = -2
-"""Stands for the client number of a node that failed before it could report it."""
 _SILENT_PAUSE = 60.0  # seconds until a silent node is greeted again; then twice as many
 _REFUSED_PAUSE = 60.0  # seconds until a refused node is greeted again
 _FAILED_PAUSE = 5.0  # seconds until a node that failed at the greeting is greeted again
@@ -28,22 +27,6 @@ MOST_IMAGES = 1 << 40
 
 NodeFacts = Mapping[str, Any]
 """The facts that a node reports of its data: `examples`, `classes`, and `data`, a digest."""
-
-
-class Transport(Protocol):
-    """What the registry needs of `FlowerTransport`: send greetings to nodes, and return the answers."""
-
-    def present(self) -> set[int]:
-        """Return the nodes that are connected now."""
-        ...
-
-    def greet(self, nodes: Sequence[int]) -> Mapping[str, int]:
-        """Send these nodes a greeting; return the node by the greeting's message id."""
-        ...
-
-    def greetings(self, questions: Iterable[str]) -> Mapping[str, tuple[int, NodeFacts, str]]:
-        """Return the answers that have come: (client number, facts, error) by the greeting's message id."""
-        ...
 
 
 class NodeRegistry:
@@ -58,7 +41,7 @@ class NodeRegistry:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: NodeTransport,
         clients: int,
         clock: Callable[[], float] = time.monotonic,
         members: Callable[[], Mapping[int, int]] | None = None,
@@ -204,7 +187,10 @@ class NodeRegistry:
                 self._enter(node, client, facts, "")
 
     def _owner(self, node: int, claimed: int) -> int | None:
-        """Return the client whose key this node proved to have; without keys, the one it claims to be."""
+        """Return the client whose key this node proved to have, None if it is not registered.
+
+        Where nodes have no keys, it is the client it claims to be. For an unknown node the server is asked for keys.
+        """
         if self.members is None:
             return claimed
         if node not in self._keys:  # it may have been registered since

@@ -1,8 +1,8 @@
-"""The engine on Flower: requests go out as messages to nodes, responses come back; sampling and order stay ours.
+"""The engine of nodes: requests go out as messages, responses come back; sampling and order stay ours.
 
-Clients are numbers 0..K-1; `NodeRegistry` knows which node serves which. The grid's own `send_and_receive` sleeps three
-seconds between two looks, so this engine pushes and pulls by itself with shorter pauses. Requests of equal content
-share one array, which Flower then stores and hashes once. A node that is silent, gone, or answers with an error is
+Clients are numbers 0..K-1; `NodeRegistry` knows which node serves which. What carries the messages is a
+`NodeTransport`: Flower's grid (`grid.py`), or the front door of a federation of fedgraft's own (`deploy`). Requests of
+equal content share one part, which is stored and hashed once. A node that is silent, gone, or answers with an error is
 missing from the round under its name; every answer is untrusted until it is validated.
 """
 
@@ -11,13 +11,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, Message
-from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedgraft.client.actions import progress_label
@@ -25,16 +22,15 @@ from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, pack
 from fedgraft.core.progress import requests_phase
-from fedgraft.engines.flower.registry import ASK_AGAIN, NodeRegistry
-from fedgraft.engines.flower.wire import (
-    HELLO,
+from fedgraft.engines.flower.registry import NodeRegistry
+from fedgraft.engines.flower.response_store import ResponseStore
+from fedgraft.engines.flower.transport import (
     REQUEST,
-    as_record,
-    name_list,
-    pack_content,
-    printable,
+    Incoming,
+    NodeTransport,
+    Outgoing,
+    Part,
     text_setting,
-    unpack_content,
     whole_number,
 )
 
@@ -47,7 +43,6 @@ SILENT = 1800.0
 """Without a deadline, a connected node that does not answer is waited for so many seconds, or `_TIMES` times as long as
 the faster half took, whichever is longer: a node that never answers cannot hold up the run for ever."""
 _TIMES = 10.0
-_EXPIRED = (3, 4)  # Flower's error codes of a request or a response that exceeded its time to live, our deadline
 
 
 @dataclass(frozen=True)
@@ -60,69 +55,8 @@ class Patience:
     """Seconds to wait at the start until every client has a node."""
     least: int = 1
     """Nodes without which the run does not start."""
-
-
-class FlowerTransport:
-    """Sends and receives messages on a Flower grid; `FlowerEngine` and `NodeRegistry` use it."""
-
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
-
-    def present(self) -> set[int]:
-        """Return the nodes that are connected now."""
-        return set(self.grid.get_node_ids())
-
-    def greet(self, nodes: Sequence[int]) -> dict[str, int]:
-        """Send these nodes a greeting, which asks for their client numbers.
-
-        Return the node by the greeting's message id.
-        """
-        messages = [Message(pack_content({}, {"hello": True}), node, HELLO) for node in nodes]
-        questions = {}
-        for question, node in zip(self.push(messages), nodes, strict=True):
-            if question:
-                questions[question] = node
-        return questions
-
-    def greetings(self, questions: Iterable[str]) -> dict[str, tuple[int, Mapping[str, Any], str]]:
-        """Return the answers to greetings that have come: (client number, facts of its data, error) by message id.
-
-        The client number is `ASK_AGAIN` where Flower reports a failure.
-        """
-        answers: dict[str, tuple[int, Mapping[str, Any], str]] = {}
-        for message in self.grid.pull_messages(list(questions)):
-            if message.has_error():
-                settings: dict[str, Any] = {}
-                client = ASK_AGAIN
-                error = failure_of(message)
-            else:
-                _, settings = unpack_content(message.content)
-                client = whole_number(settings, "client")
-                error = text_setting(settings, "error")
-            facts = {
-                "examples": whole_number(settings, "examples", 0),
-                "classes": name_list(settings, "classes"),
-                "data": text_setting(settings, "data"),
-            }
-            answers[message.metadata.reply_to_message_id] = (client, facts, error)
-        return answers
-
-    def push(self, messages: Sequence[Message]) -> list[str | None]:
-        """Send messages and return the message id of each, None for one that Flower did not accept."""
-        identities: list[str | None] = []
-        if messages:
-            identities += self.grid.push_messages(messages)
-        missing = len(messages) - len(identities)
-        return identities[: len(messages)] + [None] * missing
-
-    def pull(self, waiting: Iterable[str]) -> Iterable[Message]:
-        """Return the replies to these message ids that have come by now; does not wait."""
-        return self.grid.pull_messages(list(waiting))
-
-
-def failure_of(message: Message) -> str:
-    """Return Flower's reason for a failure at a node, as one line."""
-    return f"its node failed: {printable(str(message.error.reason).strip() or 'no reason')[:300]}"
+    enough: int | None = None
+    """Answers of a round after which it ends; None: all. Until the deadline, nodes that are gone may come back."""
 
 
 @dataclass(frozen=True)
@@ -131,33 +65,35 @@ class _Envelope:
 
     request: Request
     node: int
-    content: ArrayRecord
-    data: bytes
+    content: Part
     """The packed request, with client number 0."""
     becomes: int
     """The step of the client's memory after the request."""
 
 
 class FlowerEngine:
-    """An engine that carries out requests on Flower nodes.
+    """An engine that carries out requests on nodes.
 
     Args:
         clients: number of clients of the federation.
         clock, sleep: replaced in tests.
         members: returns the client whose key each node proved to have; None: nodes are believed.
+        store: keeps the responses of the round under way for a server that comes back; None: nothing is kept.
 
     `memory` holds only which step of its memory each client has: the memory itself stays at the node.
     """
 
     def __init__(
         self,
-        transport: FlowerTransport,
+        transport: NodeTransport,
         clients: int,
         patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         members: Callable[[], Mapping[int, int]] | None = None,
+        store: ResponseStore | None = None,
     ) -> None:
+        self.store = store
         self.transport = transport
         self.patience = patience or Patience()
         self.clock = clock
@@ -166,20 +102,24 @@ class FlowerEngine:
         self.memory: MutableMapping[int, ClientMemory] = {}
         self.classes: tuple[str, ...] = ()
         """The federation's classes, if nodes have data of their own."""
-        self._opened: ArrayRecord | None = None
+        self._opened: Part | None = None
         self._digest = ""
         self._have_space: set[int] = set()
         """Nodes that have the opened edit space."""
         self.waited = 0.0
         """Seconds spent waiting for answers so far."""
         self.sent = 0
-        """Bytes of requests and opened edit spaces so far, without Flower's own overhead."""
+        """Bytes of requests and opened edit spaces so far, without the carrier's own overhead."""
         self.received = 0
-        """Bytes of responses so far, without Flower's own overhead."""
+        """Bytes of responses so far, without the carrier's own overhead."""
 
     def gather(self) -> None:
         """Wait until enough nodes are connected at the start of a run; raise if they do not come in time."""
         self.registry.gather(self.patience.least, self.patience.wait, self.clock, self.sleep)
+
+    def limit_responses(self, most: int) -> None:
+        """From now on accept no response of more than `most` bytes, where the carrier can refuse one."""
+        self.transport.limit_responses(most)
 
     def open(self, run: str, tensors: Mapping[str, Tensor]) -> None:
         """Set the edit space of later requests: `tensors` from which a node rebuilds it.
@@ -187,7 +127,7 @@ class FlowerEngine:
         Every node gets them with its next request, and again if it lost them. Nothing is sent yet.
         """
         data = pack(Request(run, -1, 0, "open", auxiliary=tensors))
-        self._opened = as_record(data)
+        self._opened = Part(data)
         self._digest = hashlib.blake2b(data, digest_size=12).hexdigest()
         self._have_space = set()
 
@@ -231,21 +171,45 @@ class FlowerEngine:
         self.registry.refresh()
         arrivals: dict[int, Arrival] = {}
         envelopes: list[_Envelope] = []
+        if self.store is not None and requests and requests[0].round >= 0:
+            self.store.begin_round(requests[0].round)
         for request in requests:
+            if self._answered_before(request, arrivals):
+                continue
             node = self.registry.nodes.get(request.client)
             if node is None:
                 arrivals[request.client] = (request.client, "no node serves it at present")
                 continue
             data = pack(replace(request, client=0))  # the same bytes for all clients with the same request
             becomes = self._step(request.client) + 1
-            if envelopes and envelopes[-1].data == data:
+            if envelopes and envelopes[-1].content.data == data:
                 envelope = replace(envelopes[-1], request=request, node=node, becomes=becomes)
             else:
-                envelope = _Envelope(request, node, as_record(data), data, becomes)
+                envelope = _Envelope(request, node, Part(data), becomes)
             envelopes.append(envelope)
         with requests_phase([envelope.request for envelope in envelopes], progress_label) as phase:
             self._collect(envelopes, arrivals, phase.advance)
         return arrivals
+
+    def _answered_before(self, request: Request, arrivals: dict[int, Arrival]) -> bool:
+        """Return whether the answer to this very request came before the server was restarted; it then arrives now."""
+        if self.store is None:
+            return False
+        stored = self.store.load(self._stored_name(request))
+        if stored is None:
+            return False
+        data, step = stored
+        if step:
+            self.memory[request.client] = {"step": torch.tensor([step])}
+        self.received += len(data)
+        arrivals[request.client] = (request.client, data)
+        log.info("the answer of client %d is here from before", request.client)
+        return True
+
+    def _stored_name(self, request: Request) -> str:
+        """Return the name under which the answer to a request is kept."""
+        assert self.store is not None
+        return self.store.name(request, self._step(request.client) + 1, self._digest)
 
     def _wait_for(self, missing: Mapping[int, str]) -> bool:
         """Wait until the missing clients have nodes again, at most `patience.wait` seconds; return whether one has.
@@ -279,11 +243,11 @@ class FlowerEngine:
         limit = self.patience.deadline
         while waiting:
             to_repeat = []
-            for message in self.transport.pull(waiting):
-                envelope = waiting.pop(message.metadata.reply_to_message_id, None)
+            for reply in self.transport.pull(waiting):
+                envelope = waiting.pop(reply.reply_to, None)
                 if envelope is None:
                     continue
-                arrival = self._read(message, envelope)
+                arrival = self._read(reply, envelope)
                 if arrival is None:
                     to_repeat.append(envelope)
                 else:
@@ -292,38 +256,55 @@ class FlowerEngine:
                     done()
             waiting |= self._send(to_repeat, arrivals)
             now = self.clock()
+            if self._enough(envelopes, arrivals):
+                break
             if self.patience.deadline is None and 2 * len(waiting) <= len(envelopes):  # half have answered
                 limit = max(SILENT, _TIMES * last_arrival)
             if limit is not None and now >= began + limit:
                 break
             if waiting:  # short pauses while answers may be near, longer ones later
                 self.sleep(min(0.5, max(0.02, 0.02 * (now - began))))
+        self.transport.withdraw(waiting)
         for envelope in waiting.values():
-            arrivals[envelope.request.client] = (envelope.request.client, f"no answer within {limit:g} s")
+            reason = f"no answer within {limit:g} s" if limit is not None else "no answer"
+            if self._enough(envelopes, arrivals):
+                reason = f"the round ended with {self.patience.enough} answers, before its own"
+            arrivals[envelope.request.client] = (envelope.request.client, reason)
         self.waited += self.clock() - began
 
+    def _enough(self, envelopes: Sequence[_Envelope], arrivals: Mapping[int, Arrival]) -> bool:
+        """Return whether a round of training has the answers after which it need not wait for the others."""
+        if self.patience.enough is None or not envelopes or envelopes[0].request.round < 0:
+            return False
+        action = envelopes[0].request.action
+        if action != "train" and not action.startswith("secure."):
+            return False
+        asked = {envelope.request.client for envelope in envelopes}
+        answered = [client for client, answer in arrivals.values() if client in asked and isinstance(answer, bytes)]
+        return len(answered) >= self.patience.enough
+
     def _send(self, envelopes: Sequence[_Envelope], arrivals: dict[int, Arrival]) -> dict[str, _Envelope]:
-        """Send the envelopes and return them by message id; note in `arrivals` those that Flower did not accept."""
+        """Send the envelopes and return them by message id; note in `arrivals` those that were not accepted."""
         identities = self.transport.push([self._message(envelope) for envelope in envelopes])
         sent = {}
         for envelope, identity in zip(envelopes, identities, strict=True):
             if identity is None:
-                arrivals[envelope.request.client] = (envelope.request.client, "Flower did not accept the request")
+                arrivals[envelope.request.client] = (envelope.request.client, "the request was not accepted")
             else:
                 sent[identity] = envelope
         return sent
 
-    def _message(self, envelope: _Envelope) -> Message:
-        """Return the Flower message of an envelope, with the tensors of the edit space if the node lacks them.
+    def _message(self, envelope: _Envelope) -> Outgoing:
+        """Return the message of an envelope, with the tensors of the edit space if the node lacks them.
 
         Count the bytes.
         """
-        arrays = {"request": envelope.content}
-        self.sent += len(envelope.data)
+        parts = {"request": envelope.content}
+        self.sent += len(envelope.content.data)
         if self._opened is not None and envelope.node not in self._have_space:
-            arrays["opened"] = self._opened
-            self.sent += len(self._opened["bytes"].data)
-        # Nothing here names the client: Flower stores and forwards content that is equal for all only once.
+            parts["opened"] = self._opened
+            self.sent += len(self._opened.data)
+        # Nothing here names the client: content that is equal for all is stored and forwarded only once.
         settings = {
             "after": envelope.becomes - 1,
             "becomes": envelope.becomes,
@@ -331,36 +312,36 @@ class FlowerEngine:
             "classes": list(self.classes),
         }
         group = str(envelope.request.round + 1)
-        return Message(
-            pack_content(arrays, settings), envelope.node, REQUEST, ttl=self.patience.deadline, group_id=group
-        )
+        waits = self.patience.enough is not None and self.patience.deadline is not None
+        return Outgoing(envelope.node, REQUEST, parts, settings, self.patience.deadline, group, waits)
 
-    def _read(self, message: Message, envelope: _Envelope) -> Arrival | None:
+    def _read(self, reply: Incoming, envelope: _Envelope) -> Arrival | None:
         """Return what a reply brings: (client, packed response or reason); None if the request must be sent again.
 
         That is so if the node lacks the edit space. The client's step of memory is noted; the caller validates the
         response.
         """
         client = envelope.request.client
-        if message.has_error():
-            if message.error.code in _EXPIRED and self.patience.deadline is not None:
+        if reply.failure:
+            if reply.expired and self.patience.deadline is not None:
                 return client, f"no answer within {self.patience.deadline:g} s"
-            return client, failure_of(message)
-        if message.metadata.src_node_id != envelope.node:
+            return client, reply.failure
+        if reply.node != envelope.node:
             return client, "the answer came from another node"
-        arrays, settings = unpack_content(message.content)
-        data = arrays.get("response", b"")
+        data = reply.parts.get("response", b"")
         self.received += len(data)
-        if settings.get("need") is True and envelope.node in self._have_space:
+        if reply.settings.get("need") is True and envelope.node in self._have_space:
             self._have_space.discard(envelope.node)
             return None
-        error = text_setting(settings, "error")
+        error = text_setting(reply.settings, "error")
         if error:
             return client, error
         self._have_space.add(envelope.node)
-        step = whole_number(settings, "step")
+        step = whole_number(reply.settings, "step")
         if step not in (envelope.becomes - 1, envelope.becomes):
             return client, f"it answered with step {step} of its memory instead of {envelope.becomes}"
+        if self.store is not None:
+            self.store.save(self._stored_name(envelope.request), data, step)
         if step:
             self.memory[client] = {"step": torch.tensor([step])}
         return client, data  # the caller validates it

@@ -14,10 +14,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-HELLO = "query.hello"
-"""Flower's message type of a greeting."""
-REQUEST = "train.request"
-"""Flower's message type of a request."""
 _STYPE = "fedgraft"
 _SETTINGS = "words"  # the name of the record of settings
 
@@ -47,44 +43,6 @@ def unpack_content(content: RecordDict) -> tuple[dict[str, bytes], dict[str, Any
     return parts, dict(settings)
 
 
-def whole_number(settings: Mapping[str, Any], name: str, default: int = -1) -> int:
-    """Return a setting that must be an integer; the default if it is not."""
-    value = settings.get(name)
-    if type(value) is not int:
-        return default
-    return value
-
-
-def text_setting(settings: Mapping[str, Any], name: str) -> str:
-    """Return a setting that must be a text, as one printable line; empty if it is not."""
-    value = settings.get(name)
-    if not isinstance(value, str):
-        return ""
-    return printable(value)
-
-
-def printable(sentence: str) -> str:
-    """Return at most 500 characters of an untrusted text with control characters replaced by spaces.
-
-    Control characters could move a cursor or begin a new line in a log.
-    """
-    letters = []
-    for letter in sentence[:500]:
-        if letter.isprintable():
-            letters.append(letter)
-        else:
-            letters.append(" ")
-    return "".join(letters)
-
-
-def name_list(settings: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return a setting that must be a list of texts, without control characters; empty if it is not."""
-    value = settings.get(name)
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        return ()
-    return tuple(map(printable, value))
-
-
 def server_app(main: Callable[[Grid, Context], None]) -> ServerApp:
     """Return a ServerApp that runs `main`."""
     app = ServerApp()
@@ -92,8 +50,11 @@ def server_app(main: Callable[[Grid, Context], None]) -> ServerApp:
     return app
 
 
-def run_flower_simulation(server: ServerApp, client: ClientApp, nodes: int) -> None:
-    """Run both apps in Flower's simulation, with Ray workers of one core each instead of nodes."""
+def run_flower_simulation(server: ServerApp, client: ClientApp, nodes: int, gpus: float = 0.0) -> None:
+    """Run both apps in Flower's simulation, with Ray workers of one core each instead of nodes.
+
+    `gpus` is each worker's share of a GPU; Ray hides GPUs from workers that ask for none.
+    """
     from flwr.simulation import run_simulation
 
-    run_simulation(server, client, nodes, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}})
+    run_simulation(server, client, nodes, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": gpus}})

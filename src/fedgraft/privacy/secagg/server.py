@@ -284,11 +284,15 @@ class SecureServer:
         alive = set(self.alive)
         for owner in self.shared:
             if owner in alive:
-                crypto.add_keystream(self.total, self_key(self.plan, owner, secrets[owner]), -1)
+                self._take_off_self(owner, secrets[owner])
             else:
                 self._take_off_pairs(owner, secrets[owner])
         self.result = SumResult(self.plan.ring.decode(self.total), self.total, tuple(self.alive), dict(self.lost))
         return {}
+
+    def _take_off_self(self, survivor: int, seed: bytes) -> None:
+        """Subtract a survivor's own mask, whose seed is known, from the sum, in place."""
+        crypto.add_keystream(self.total, self_key(self.plan, survivor, seed), -1)
 
     def _take_off_pairs(self, lost: int, mask_key: bytes) -> None:
         """Remove the masks that survivors share with a lost client, whose mask key is known, from the sum, in place."""
