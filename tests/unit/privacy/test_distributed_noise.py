@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -236,7 +235,7 @@ def test_an_attack_on_1000_pairs_stays_below_the_told_epsilon_and_exceeds_it_wit
 # ---- whole rounds ----------------------------------------------------------------------------------------------------
 
 
-def toy(noise: float = 1e-3, secret: bool = False, seen: Callable[[Any], None] | None = None) -> Toy:
+def toy(noise: float, secret: bool = False) -> Toy:
     made = Toy(algorithm(noise, secret=secret), clients=5, per_round=5, sampling="poisson")
     made.run(2)
     assert not made.summary.record.get("aborted")
@@ -264,6 +263,18 @@ def test_a_round_has_the_clients_noise_and_none_of_the_server(monkeypatch: pytes
 
 def test_secret_noise_does_not_follow_from_the_seed() -> None:
     assert not torch.equal(toy(1.0, secret=True).state.vector, toy(1.0, secret=True).state.vector)
+
+
+def test_a_nodes_noise_is_secret_whatever_the_config_says() -> None:
+    """A node stores its answers (`replays`) or has a key for noise; its noise then never follows from the seed."""
+    ends = []
+    for key in (b"", b"k" * 32):
+        for _ in range(2):
+            made = Toy(algorithm(1.0), clients=5, per_round=5, sampling="poisson")
+            made.context.replays, made.context.noise_key = not key, key
+            made.run(1)
+            ends.append(made.state.vector)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(ends, 2))
 
 
 DISTRIBUTED = [
