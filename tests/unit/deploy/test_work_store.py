@@ -21,7 +21,7 @@ from fedgraft.deploy.process import NODE_STATE_VARIABLE
 from fedgraft.deploy.work_store import StoredProgress, WorkStore, work_name
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
 
-TENSORS = {"values": torch.arange(1000, dtype=torch.float32)}
+TENSORS = {"values": torch.arange(1000, dtype=torch.float32), "numbers": torch.zeros(3)}
 
 
 @pytest.fixture
