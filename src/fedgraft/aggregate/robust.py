@@ -299,7 +299,7 @@ def centered_clipping(tau: Positive | None = None, iterations: Count = 3) -> Rul
 
 
 def _distances_to(stack: Tensor, centre: Tensor) -> list[float]:
-    """Return the distance of each row (k,) to the centre."""
+    """Return the m Euclidean distances of the rows of `stack` (m, k) to `centre` (k,)."""
     squares = torch.zeros(len(stack), dtype=torch.float64)
     for piece in chunks(stack.shape[1]):
         squares += (stack[:, piece].to(torch.float64) - centre[piece]).square().sum(1)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedgraft.cli.console import import_runtime
-from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.cli.sweep import Seeds, resumable, seeds_of
 
 _ATTACKS = "sign_flip, scaling, gaussian, ipm, alie, mimic, zero, nan, label_flip, backdoor, backdoor_boosted"
@@ -38,6 +38,7 @@ def attack(
     seeds: Seeds = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for the table and its runs")] = Path("attack"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no line per cell")] = False,
+    device: DeviceName = None,
 ) -> None:
     """Measure each aggregation rule under each attack: drop in accuracy and backdoor success side by side.
 
@@ -47,7 +48,7 @@ def attack(
     import_runtime()
     from fedgraft.consortium.attack import AttackPlan, attack_table, write_attack_table
 
-    config = config_of(overrides)
+    config = config_of(overrides, device)
     seed_numbers = seeds_of(seeds, config.seed)
     plan = AttackPlan(config, names(attacks), names(rules), attackers, names(partitions), seed_numbers)
     report: Callable[[str], None] = typer.echo

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedgraft.cli.console import echo, import_runtime
-from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def unlearn(
     to: Annotated[Path | None, typer.Option("--to", help="the new folder (default: RUN-without-CLIENT)")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the rounds to repeat, and stop")] = False,
     fast: Annotated[bool, typer.Option("--fast", help="APPROXIMATE: only subtract the client's contributions")] = False,
+    device: DeviceName = None,
 ) -> None:
     """Unlearn a client exactly: replay the run without it, bit-identical to a run that never had it."""
     import rich
@@ -113,6 +114,7 @@ def worth(
         list[str] | None, typer.Option("--with", help="NAME=RUN: one more model, or alone=RUN and pooled=RUN")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="folder of the page (default: RUN/worth)")] = None,
+    device: DeviceName = None,
 ) -> None:
     """Compare by site the federated model with training alone and on pooled data; missing runs are made."""
     import rich

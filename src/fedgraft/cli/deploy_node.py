@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 
 
@@ -39,6 +39,7 @@ def node(
     id: Annotated[int, typer.Option("--id", help="this node's client number, from the coordinator")],
     data: Annotated[Path | None, typer.Option("--data", help="this node's images; the path stays here")] = None,
     source: Annotated[str | None, typer.Option("--source", help="format of --data: folder, parquet or npz")] = None,
+    device: DeviceName = None,
 ) -> None:
     """Node: connect to the server and answer its requests until Ctrl-C."""
     from fedgraft.deploy.run_node import NodeOptions, run_node
@@ -78,6 +79,7 @@ def local(
     folder: Annotated[
         Path | None, typer.Option("--folder", "-o", help="the run folder (default: runs/NAME-DIGEST)")
     ] = None,
+    device: DeviceName = None,
 ) -> None:
     """Run a whole federation on this machine, over TLS with keys: start, run, stop. Same result as `fedgraft run`."""
     import rich
@@ -90,7 +92,7 @@ def local(
 
     require_flower()
     install_signal_handlers()
-    config = with_clients(config_of(overrides), nodes)
+    config = with_clients(config_of(overrides, device), nodes)
     console = rich.get_console()
     path = (folder or Path("runs") / f"{config.name}-{config.digest}").absolute()
     if is_finished(path):

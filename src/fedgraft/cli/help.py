@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Run": ("run", "resume", "watch", "centralized"),
-    "Inspect": ("list", "show", "compare", "verify", "profile"),
+    "Inspect": ("list", "show", "compare", "verify", "profile", "selftest"),
     "Use the model": ("predict", "evaluate", "export", "edit"),
     "Plan": ("advise", "find-lr", "sweep", "attack", "partition", "options", "algorithms", "presets"),
     "Several owners": ("preflight", "worth", "unlearn", "deploy"),
@@ -35,6 +35,7 @@ EXAMPLES: Mapping[str, str] = {
     "show": "fedgraft show runs/mine-1a2b3c4d",
     "compare": "fedgraft compare runs/mine-* -o comparison --format png,pdf",
     "verify": "fedgraft verify runs/mine-1a2b3c4d",
+    "selftest": "fedgraft selftest --device cuda --out found.json",
     "profile": "fedgraft profile runs/mine-1a2b3c4d",
     "predict": "fedgraft predict runs/mine-1a2b3c4d new/*.png --top 3 --csv",
     "evaluate": "fedgraft evaluate runs/mine-1a2b3c4d --data labelled",

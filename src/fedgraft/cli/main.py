@@ -22,10 +22,11 @@ from fedgraft.cli import help as cli_help
 from fedgraft.cli import predict as cli_predict
 from fedgraft.cli import profile as cli_profile
 from fedgraft.cli import runs as cli_runs
+from fedgraft.cli import selftest as cli_selftest
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.cli import verify as cli_verify
 from fedgraft.cli.console import echo, import_runtime
-from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import Phase, shown_by
 
@@ -94,9 +95,10 @@ def run(
     fresh: Annotated[bool, typer.Option("--fresh", help="run again in a new folder")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan, with bytes and steps, and stop")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
+    device: DeviceName = None,
 ) -> None:
     """Run a federation: clients train, only updates are sent, the result is one model (or one per client)."""
-    config = config_of(overrides)
+    config = config_of(overrides, device)
     if dry_run:
         import_runtime()
         from fedgraft.runs.plan import plan_run
@@ -113,11 +115,12 @@ def centralized(
     folder: Folder = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="run again in a new folder")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
+    device: DeviceName = None,
 ) -> None:
     """Train on all data in one place, as a baseline: centralized.kind=probe, finetune or ridge."""
     from fedgraft.runs.centralized import as_central
 
-    config = as_central(config_of(overrides))
+    config = as_central(config_of(overrides, device))
     base = folder or Path("runs") / f"{config.name}-central-{config.digest}"
     _carry_out(config, _folder(config, base, fresh), quiet)
 
@@ -126,6 +129,7 @@ def centralized(
 def resume(
     run: Annotated[Path, typer.Argument(help="the run folder")],
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
+    device: DeviceName = None,
 ) -> None:
     """Continue an interrupted or damaged run; the result is bit-identical to an uninterrupted run."""
     from fedgraft.config.load import from_folder
@@ -250,6 +254,7 @@ app.command()(cli_consortium.preflight)
 app.command()(cli_consortium.unlearn)
 app.command()(cli_consortium.worth)
 app.command()(cli_profile.profile)
+app.command()(cli_selftest.selftest)
 app.command()(cli_runs.show)
 app.command()(cli_sweep.sweep)
 app.command()(cli_sweep.watch)

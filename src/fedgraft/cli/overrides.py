@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedgraft.core.device_choice import CHOICE
 from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
@@ -20,8 +22,29 @@ Overrides = Annotated[
 ]
 
 
-def config_of(overrides: list[str] | None) -> Config:
-    """Return the config of command-line arguments: a TOML file, a preset or data first, then `key=value`."""
+def _remember_device(name: str | None) -> str | None:
+    """Let this process, and those that it starts, compute on the device of `--device` where nothing else is said."""
+    if name is not None:
+        os.environ[CHOICE] = name
+    return name
+
+
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        "--device", callback=_remember_device, help="compute here: cpu, cuda, cuda:0,cuda:1, mps (default: auto)"
+    ),
+]
+"""The option `--device` of commands that compute; it is stronger than the config's."""
+
+
+def config_of(overrides: list[str] | None, device: str | None = None) -> Config:
+    """Return the config of command-line arguments: a TOML file, a preset or data first, then `key=value`.
+
+    `device` is that of `--device`.
+    """
+    if device is not None:
+        overrides = [*(overrides or []), f"device={device}"]
     from fedgraft.config import presets
     from fedgraft.config.load import load
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fedgraft.cli.console import echo, import_runtime
+from fedgraft.cli.overrides import DeviceName
 from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def predict(
     top: Annotated[int, typer.Option("--top", min=1, help="classes per image, most likely first")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="every score, as JSON")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="image, label, score, as CSV")] = False,
+    device: DeviceName = None,
 ) -> None:
     """Label images with an adapted model, one line each.
 
@@ -75,6 +77,7 @@ def evaluate(
         Path | None, typer.Option("--data", help="labelled images: a folder per class, .parquet, .npz, saved datasets")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="every metric with its interval, as JSON")] = False,
+    device: DeviceName = None,
 ) -> None:
     """Measure an adapted model: a run on its test images, or any model on images of your own, class by class."""
     import rich
@@ -119,6 +122,7 @@ def export(
         Literal["merged", "adapter", "edit"],
         typer.Option("--as", help="the whole model, a PEFT adapter (LoRA runs), or only the edit"),
     ] = "merged",
+    device: DeviceName = None,
 ) -> None:
     """Write the trained model to a new folder, with a model card; merged is for transformers' from_pretrained."""
     import_runtime()

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from fedgraft.cli.console import import_runtime
+from fedgraft.cli.overrides import DeviceName
 
 
-def profile(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
+def profile(run: Annotated[Path, typer.Argument(help="the run folder")], device: DeviceName = None) -> None:
     """Show a run's time, traffic and memory by phase and layer, compared with the machine's peak rates.
 
     Writes profile.json and two figures into the run folder and renews its report.

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedgraft.cli.console import import_runtime
-from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 
 Seeds = Annotated[str | None, typer.Option("--seeds", help="run each setting with each seed, as 0,1,2")]
@@ -93,6 +93,7 @@ def sweep(
     array: Annotated[
         int, typer.Option("--array", help="write a Slurm script of so many jobs that run the grid, and stop", min=0)
     ] = 0,
+    device: DeviceName = None,
 ) -> None:
     """Try many settings and choose by validation accuracy; started again, it continues where it stopped."""
     import_runtime()
@@ -108,7 +109,7 @@ def sweep(
         plan = joined_plan(join)
         root = join
     else:
-        base = config_of(overrides)
+        base = config_of(overrides, device)
         axes = tuple(parse_axis(text) for text in over or [])
         plan = SearchPlan(base, axes, seeds_of(seeds, base.seed), search, trials, prune)
         root = folder or Path("sweeps") / base.name
@@ -138,13 +139,14 @@ def find_lr(
     prune: Prune = 0,
     processes: Processes = 0,
     folder: Annotated[Path | None, typer.Option("--folder", "-o", help="default: sweeps/NAME-lr")] = None,
+    device: DeviceName = None,
 ) -> None:
     """Find a learning rate by the validation loss of short runs; extends the list if its best is at the edge."""
     import_runtime()
     from fedgraft.cli.edit import numbers
     from fedgraft.consortium.lr_finder import find_rate, rate_plan
 
-    config = config_of(overrides)
+    config = config_of(overrides, device)
     plan = rate_plan(config, numbers(rates, "--rates"), rounds, central, prune)
     root = folder
     if root is None:

@@ -91,7 +91,7 @@ class ClientContext:
         """Write a model into the network: `vector` into the shared edit space, and the private part where there is one.
 
         `own_part` are the client's private values; None: the values with which every client started. The cached binding
-        is forgotten.
+        (the flat vector that drives the network's weights in training) is forgotten.
         """
         self.forget_binding()
         if self.private is not None and self.private_start is not None:

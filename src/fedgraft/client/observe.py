@@ -15,6 +15,7 @@ from fedgraft.aggregate.similarity import svcca_of_bases
 from fedgraft.aggregate.sketch import basis_of
 from fedgraft.aggregate.slots import Observe
 from fedgraft.client.context import ClientContext, model_vector, pooled_batches
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request
 from fedgraft.core.protocols import Examples, Network
@@ -48,7 +49,7 @@ def _with_noise(pooled: Tensor, wanted: Observe, request: Request, context: Clie
     noise = float(wanted.options.get("noise", 0.0))
     if noise == 0:
         return pooled
-    rows = torch.nn.functional.normalize(pooled.cpu(), dim=1)
+    rows = torch.nn.functional.normalize(pooled, dim=1)
     key = bound_key(context.noise_key or simulation_key(context.seed), rows)
     draws = gaussian_noise(rows.numel(), key, f"shown by {request.client}", request.round)
     return rows + noise * draws.view_as(rows).float()
@@ -111,13 +112,13 @@ def _fisher(wanted: Observe, request: Request, context: ClientContext) -> tuple[
 def squared_gradients(network: Network, bound: Bound, examples: Examples, rows: Tensor) -> Tensor:
     """Return the mean over these rows of the squared gradient of each row's loss, (trained,); no weight changes."""
     network.eval()
-    total = torch.zeros(bound.trained, dtype=torch.float64)
-    device = bound.values.device
+    device = Device.of(network)
+    total = torch.zeros(bound.trained, dtype=device.widest, device=device.torch_device)
     for row in rows.split(1):
-        logits = network(examples.batch(row).to(device), examples.entry)
-        torch.nn.functional.cross_entropy(logits, examples.labels[row].to(device)).backward()
-        total += bound.gradient().cpu().double().square()
-    return (total / max(1, len(rows))).float()
+        logits = network(device.put(examples.batch(row)), examples.entry)
+        torch.nn.functional.cross_entropy(logits, device.put(examples.labels[row])).backward()
+        total += bound.gradient().to(device.widest).square()
+    return fetch((total / max(1, len(rows))).float())
 
 
 def _self_weight(

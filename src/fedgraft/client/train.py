@@ -14,11 +14,13 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext, model_vector
 from fedgraft.client.observe import OBSERVATIONS
 from fedgraft.core.client_memory import ClientMemory
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.messages import Request, unpack_bits
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import Bound, EditSpace, select
 from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.local.corrections import Correction, proximal
+from fedgraft.local.loss_scale import LOSS_SCALE
 from fedgraft.local.self_weight import split_aside
 from fedgraft.local.train import LocalTraining, Trained, train
 from fedgraft.local.update_links import Sending, run_chain
@@ -56,7 +58,7 @@ def train_locally(request: Request, algorithm: Algorithm, context: ClientContext
     new_memory |= trained.closing.memory
     if algorithm.client_state.optimizer:
         for name, tensor in trained.state.items():
-            new_memory[f"optimizer/{name}"] = tensor.cpu()
+            new_memory[f"optimizer/{name}"] = fetch(tensor)
     scalars: dict[str, float] = {}
     evidence: dict[str, Tensor] = {}
     for wanted in algorithm.wants:
@@ -90,9 +92,9 @@ def _train_shared_part(
         new_memory |= _learn_adaptive_start(request, adaptive_start, context, bound, memory)
         bound.load(adaptive_start.blend(start, new_memory))
     trained = _fit(request, algorithm, context, bound, memory, "train")
-    update = (bound.values.cpu() - start)[: context.sent]  # without the buffers, where updates do not carry them
+    update = (fetch(bound.values) - start)[: context.sent]  # without the buffers, where updates do not carry them
     if adaptive_start is not None:
-        new_memory["previous_model"] = bound.values.clone().cpu()
+        new_memory["previous_model"] = fetch(bound.values.clone())
     return update, trained
 
 
@@ -188,7 +190,7 @@ def _learn_adaptive_start(
         learnable[begin:end] = network.block_of(part.name) >= network.depth - rule.blocks
     generator = torch_stream(context.seed, "adaptive_start", request.round, request.client)
     rows = context.rows(request.client)
-    learnable = learnable.to(bound.values.device)
+    learnable = Device(bound.values.device).put(learnable)
     return {"keep": rule.learn(network, bound, learnable, context.examples, rows, memory, generator)}
 
 
@@ -202,7 +204,7 @@ def _train_active_coordinates(
     bound = context.bind(context.space.restrict(active))
     start = bound.values.clone()
     trained = _fit(request, algorithm, context, bound, memory, "train")
-    return (bound.values - start).cpu(), trained
+    return fetch(bound.values - start), trained
 
 
 def _train_with_private_part(
@@ -221,12 +223,12 @@ def _train_with_private_part(
     if algorithm.client_state.alternate:
         bound = context.bind(context.private)
         bound.load(private_values)
-        _fit(request, algorithm, context, bound, {}, "private")
-        new_memory["private"] = bound.values.clone().cpu()
+        _fit(request, algorithm, context, bound, _loss_scale_of(new_memory), "private")
+        new_memory["private"] = fetch(bound.values.clone())
         bound = context.bind(context.space)
         bound.load(model_vector(request))
         trained = _fit(request, algorithm, context, bound, new_memory, "train")
-        return bound.values.cpu(), trained
+        return fetch(bound.values), trained
     parts = (*context.space.parts, *context.private.parts)
     buffers = (*context.space.buffers, *context.private.buffers)
     joint_space = EditSpace(parts, buffers)
@@ -245,8 +247,13 @@ def _train_second_model(request: Request, algorithm: Algorithm, context: ClientC
     bound.load(memory.get("personal", common))
     pull = algorithm.client_state.second_model or 0.0
     local = replace(algorithm.local, correction=proximal_to(common[: bound.trained], pull))
-    _fit(request, replace(algorithm, local=local), context, bound, {}, "personal")
-    return bound.values.clone().cpu()
+    _fit(request, replace(algorithm, local=local), context, bound, _loss_scale_of(memory), "personal")
+    return fetch(bound.values.clone())
+
+
+def _loss_scale_of(memory: ClientMemory) -> ClientMemory:
+    """Return of a client's memory only the loss scale: for training that must not see the rest."""
+    return {name: tensor for name, tensor in memory.items() if name == LOSS_SCALE}
 
 
 def proximal_to(anchor: Tensor, pull: float) -> Correction:

@@ -6,8 +6,6 @@ import math
 from functools import partial
 from typing import Any
 
-import torch
-
 from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import by_examples, uniform
@@ -62,19 +60,6 @@ def source_for_data(source: Any, dataset: Dataset) -> Any:
         data=has,
         network=name,
     )
-
-
-def device_named(name: str) -> torch.device:
-    """Return the device of this name; raise if this machine cannot use it."""
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise FedgraftError(
-            "E-CONFIG-DEVICE", f"the device {name!r} cannot be used here ({reason})", "set device=cpu", device=name
-        ) from None
-    return device
 
 
 # ---- the federation -----------------------------------------------------------------------------------------------

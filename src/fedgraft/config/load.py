@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from fedgraft.config.describe import annotation_of, describe_options, known_keys
 from fedgraft.config.options import Config
+from fedgraft.core.device_choice import AUTO
 from fedgraft.core.errors import FedgraftError
 
 __all__ = [
@@ -185,7 +186,8 @@ def from_folder(folder: Path) -> Config:
             "E-CONFIG-NO-RUN", f"there is no run in {folder}", "`fedgraft list` shows the runs", path=str(folder)
         )
     try:
-        return load(path)
+        # Where the run was made says nothing about where its folder is opened now.
+        return load(path, [f"device={AUTO}"])
     except FedgraftError as error:
         raise FedgraftError(
             "E-CONFIG-VERSION",

@@ -133,7 +133,12 @@ class Config(Section):
     select: str = Field(
         "accuracy", description="the metric on validation images that chooses the best round; of one class: f1:CLASS"
     )
-    device: str = Field("cpu", description="cpu, cuda, cuda:0")
+    device: str = Field(
+        "auto",
+        description="where this command computes: cpu, cuda, cuda:1, mps, several with commas; auto: FEDGRAFT_DEVICE, "
+        "else cuda where there is one, else cpu; not part of the run (docs/devices)",
+        json_schema_extra=NOT_IN_IDENTITY,
+    )
     engine: Literal["auto", "reference", "batched", "flower-sim"] = Field(
         "auto",
         description="batched: all clients of a linear head in one product, equal within 1e-6; auto: where it can be; "

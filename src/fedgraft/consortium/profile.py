@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgraft.consortium.roofline import Roofline, best_seconds, measure_roofline
+from fedgraft.core.device import Device
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.store import write_text
 from fedgraft.local.memory import one_thread
@@ -72,7 +73,7 @@ def profile_run(folder: Path) -> Profile:
         )
     run = adapted(folder)
     with one_thread():
-        roofline = measure_roofline()
+        roofline = measure_roofline(device=Device.of(run.network))
         layers = measure_layers(run, roofline)
     recorded = _recorded_phases(folder)
     phases = phase_rows(lines, recorded.get("seconds", {}), work_of(run, layers), roofline)
@@ -156,7 +157,7 @@ def measure_layers(run: Adapted, roofline: Roofline) -> tuple[Row, ...]:
     first_trained = min(space.first_block(network), network.depth + 1)
     space.bind(network)
     network.eval()
-    inputs = run.opened.context.examples.batch(_rows(run))
+    inputs = Device.of(network).put(run.opened.context.examples.batch(_rows(run)))
     rows = []
     for name, block, layer in _layers(run):
         x = inputs.detach().requires_grad_(block > first_trained)
@@ -174,7 +175,8 @@ def _measure_layer(name: str, layer: Callable[[Tensor], Tensor], x: Tensor, roof
         return layer(x)
 
     forward_flops = _flops(forward)
-    forward_seconds = best_seconds(forward)
+    device = Device(x.device)
+    forward_seconds = best_seconds(forward, device=device)
     rows = [Row(f"{name} forward", forward_seconds, forward_flops, 0.0, roofline.seconds(forward_flops))]
     output = forward()
     if output.requires_grad:
@@ -183,7 +185,7 @@ def _measure_layer(name: str, layer: Callable[[Tensor], Tensor], x: Tensor, roof
         def both() -> None:
             layer(x).backward(ones)
 
-        seconds = max(best_seconds(both) - forward_seconds, 0.0)
+        seconds = max(best_seconds(both, device=device) - forward_seconds, 0.0)
         flops = _flops(both) - forward_flops
         rows.append(Row(f"{name} backward", seconds, flops, 0.0, roofline.seconds(flops)))
     return rows

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fedgraft.core.device import HOST, Device
+
 SIDE = 1024
 """Rows and columns of the matrices whose product is timed."""
 BYTES = 1 << 26
@@ -31,24 +33,27 @@ class Roofline:
         return max(flops / self.flops, moved / self.bandwidth)
 
 
-def best_seconds(work: Callable[[], object], repeats: int = 5) -> float:
+def best_seconds(work: Callable[[], object], repeats: int = 5, device: Device = HOST) -> float:
     """Return the shortest time of `repeats` calls of `work`, after one to warm up: other work only adds time."""
     work()
     times = []
     for _ in range(repeats):
+        device.wait()
         began = time.perf_counter()
         work()
+        device.wait()
         times.append(time.perf_counter() - began)
     return min(times)
 
 
-def measure_roofline(repeats: int = 5) -> Roofline:
-    """Time a matrix product and a memory copy on this machine, `repeats` times each, and return both peak rates."""
-    a = torch.ones(SIDE, SIDE)
-    b = torch.ones(SIDE, SIDE)
-    out = torch.empty(SIDE, SIDE)
-    source = torch.ones(BYTES // 4)
-    target = torch.empty(BYTES // 4)
-    product = best_seconds(lambda: torch.mm(a, b, out=out), repeats)
-    copy = best_seconds(lambda: target.copy_(source), repeats)
+def measure_roofline(repeats: int = 5, device: Device = HOST) -> Roofline:
+    """Time a matrix product and a memory copy on this device, `repeats` times each, and return both peak rates."""
+    with device.making():
+        a = torch.ones(SIDE, SIDE)
+        b = torch.ones(SIDE, SIDE)
+        out = torch.empty(SIDE, SIDE)
+        source = torch.ones(BYTES // 4)
+        target = torch.empty(BYTES // 4)
+    product = best_seconds(lambda: torch.mm(a, b, out=out), repeats, device)
+    copy = best_seconds(lambda: target.copy_(source), repeats, device)
     return Roofline(2 * SIDE**3 / product, 2 * BYTES / copy)

@@ -34,6 +34,7 @@ from fedgraft.consortium.sweep import (
     status_of,
     vary_config,
 )
+from fedgraft.core.device_choice import AUTO
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.core.files import read_metrics
 from fedgraft.core.rng import derive
@@ -471,7 +472,7 @@ def joined_plan(root: Path) -> SearchPlan:
     """Return the plan of the grid that another process runs in this folder."""
     try:
         table = json.loads((root / PLAN_FILE).read_text())
-        base = validate(tomllib.loads(table["config"]))
+        base = validate({**tomllib.loads(table["config"]), "device": AUTO})  # each machine chooses its own
         axes = tuple(Axis(axis["key"], tuple(axis["values"])) for axis in table["axes"])
         seeds = tuple(int(seed) for seed in table["seeds"])
         return SearchPlan(base, axes, seeds, stop_diverged=table["stop_diverged"], central=table["central"])

@@ -21,11 +21,12 @@ from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, from_folder, merge, validate
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.client_memory import ClientMemory
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted, phase
 from fedgraft.core.state import from_tensors
 from fedgraft.core.store import write_text
-from fedgraft.local.transfer import onto
+from fedgraft.local.forward_memory import images_at_once
 from fedgraft.metrics import raw
 from fedgraft.metrics.metrics import ERRORS, Metric, check_metric
 from fedgraft.report import figures, html
@@ -179,12 +180,12 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
             vector = state.model_of(client)
         context.load_model(algorithm.client_state.own_model(vector, memory), memory.get("private"))
         context.network.eval()
-        device = next(context.network.parameters()).device
+        device = Device.of(context.network)
         parts = []
-        for batch_rows in own_rows.split(256):
-            inputs = onto(context.tests.batch(batch_rows), device)
+        for batch_rows in own_rows.split(images_at_once(context.network, context.tests.entry, 256)):
+            inputs = device.put(context.tests.batch(batch_rows))
             parts.append(context.network(inputs, context.tests.entry))
-        scores.append(torch.cat(parts).float().cpu())
+        scores.append(fetch(torch.cat(parts).float()))
     return scores
 
 

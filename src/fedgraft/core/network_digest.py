@@ -37,8 +37,9 @@ def digest(network: Network, until: int | None = None, scope: str = "", code: bo
 def checksums(network: Network, until: int) -> list[tuple[int, bytes]]:
     """Return checksums of the tensors that determine the activations at entry `until`, faster than `digest`.
 
-    For each tensor the sum of its words modulo 2^64, and its last bytes: for a process that checks repeatedly whether
-    its own frozen weights are unchanged. It is no digest: exchanged words are not noticed.
+    Entry b is the input of block b, entry `depth` that of the head. For each tensor the sum of its words modulo 2^64,
+    and its last bytes: for a process that checks repeatedly whether its own frozen weights are unchanged. It is no
+    digest: exchanged words are not noticed.
     """
     sums = []
     for _, tensor in _determining_tensors(network, until):

@@ -71,3 +71,27 @@ class Examples(Protocol):
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the normalised float32 inputs of these rows; a generator selects the training transform."""
         ...
+
+
+@runtime_checkable
+class Prefetching(Protocol):
+    """Examples that can prepare rows ahead of their use, for example decode images in threads."""
+
+    def prefetch(self, rows: Tensor) -> None:
+        """Begin to prepare these rows; return at once."""
+        ...
+
+
+def with_prefetch(examples: Examples, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield batches of rows one by one; while one is used, examples that can do so prepare the next."""
+    if not isinstance(examples, Prefetching):
+        yield from batches
+        return
+    waiting: Tensor | None = None
+    for batch in batches:
+        examples.prefetch(batch)
+        if waiting is not None:
+            yield waiting
+        waiting = batch
+    if waiting is not None:
+        yield waiting

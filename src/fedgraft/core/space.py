@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 
@@ -98,8 +99,12 @@ class EditSpace:
 
     def gather(self, network: Network) -> Tensor:
         """Return the present values of the network on this space as a new float32 vector."""
-        tensors = _tensors(network)
-        vector = torch.empty(self.size)
+        return fetch(self._gather(_tensors(network)))
+
+    def _gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the present values of these tensors as a new float32 vector on their device."""
+        device = next(iter(tensors.values())).device
+        vector = torch.empty(self.size, device=device)
         for part, begin, end in self.ranges:
             vector[begin:end] = _read(part, tensors[part.name])
         return vector
@@ -116,6 +121,7 @@ class EditSpace:
                 size=self.size,
             )
         tensors = _tensors(network)
+        vector = Device.of(network).put(vector)
         with torch.no_grad():
             for part, begin, end in self.ranges:
                 _write(part, tensors[part.name], vector[begin:end])
@@ -166,13 +172,14 @@ class Bound:
         self.space = space
         self.network = network
         self._tensors = _tensors(network)
-        device = next(iter(self._tensors.values())).device
-        self.values = space.gather(network).to(device)
-        self._gradient = torch.zeros(space.trained, device=device)
+        device = Device.of(network)
+        self.values = space._gather(self._tensors)
+        self._gradient = torch.zeros(space.trained, device=device.torch_device)
         self._index: dict[str, Tensor] = {}
-        for part in space.parts:
+        """The positions of sparse parts, on the device: every step reads gradients and writes values there."""
+        for part in (*space.parts, *space.buffers):
             if part.index is not None:
-                self._index[part.name] = part.index.to(device)
+                self._index[part.name] = device.put(part.index)
         trained_names = {part.name for part in space.parts}
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(name in trained_names)
@@ -226,7 +233,8 @@ class Bound:
     def push(self) -> None:
         """Write changed values of single positions into their tensors; whole tensors are views and need no write."""
         for part, begin, end in self._sparse_ranges:
-            _write(part, self._tensors[part.name], self.values[begin:end])
+            flat = self._tensors[part.name].data.view(-1)
+            flat.scatter_(0, self._index[part.name], self.values[begin:end])
 
     @torch.no_grad()
     def gradient(self) -> Tensor:
@@ -329,7 +337,7 @@ def _read(part: Part, tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     if part.index is None:
         return flat
-    return flat[part.index.to(flat.device)]
+    return flat[Device(flat.device).put(part.index)]
 
 
 def _write(part: Part, tensor: Tensor, values: Tensor) -> None:
@@ -337,4 +345,4 @@ def _write(part: Part, tensor: Tensor, values: Tensor) -> None:
     if part.index is None:
         tensor.data.copy_(values.view(part.shape))
     else:
-        tensor.data.view(-1).scatter_(0, part.index.to(tensor.device), values.to(tensor.device))
+        tensor.data.view(-1).scatter_(0, Device(tensor.device).put(part.index), values)

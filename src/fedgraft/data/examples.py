@@ -6,6 +6,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.data.pixels.on_demand import DecodedPixels
 from fedgraft.data.pixels.store import ImageStore
 from fedgraft.data.pixels.transforms import Transform
 from fedgraft.data.sources.features import FeatureStore
@@ -33,6 +34,12 @@ class ImageExamples:
         """Return the pixels of these rows, uint8 (B, S, S, 3)."""
         check_rows(rows, len(self))
         return torch.from_numpy(self.opened[rows.numpy()])
+
+    def prefetch(self, rows: Tensor) -> None:
+        """Begin to decode the images of these rows in threads, where they are not stored as pixels."""
+        if isinstance(self.opened, DecodedPixels):
+            check_rows(rows, len(self))
+            self.opened.prefetch(rows.numpy())
 
     def batch(self, rows: Tensor, generator: Generator | None = None) -> Tensor:
         """Return inputs (B, 3, S, S) for these rows: by the training transform with a generator, else evaluation's."""

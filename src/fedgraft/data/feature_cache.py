@@ -15,12 +15,14 @@ import platform
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.network_digest import checksums, digest
 from fedgraft.core.progress import EXTRACTION, phase
@@ -51,7 +53,7 @@ def stable_batch_sizes(network: Network, entry: int, shape: tuple[int, ...]) -> 
 
     def activations(batch: Tensor) -> Tensor:
         """Return the activations of a batch at the entry, on the CPU."""
-        return evaluate_batch(network, batch, lambda x: network.features(x, 0, entry)).cpu()
+        return evaluate_batch(network, batch, lambda x: fetch(network.features(x, 0, entry)))
 
     whole = activations(inputs)
     for shift in (7, 19):
@@ -119,6 +121,7 @@ class CachedExamples:
         prefix = digest(network, until)
         self._checksums = checksums(network, until)
         machine = [torch.__version__, str(torch.get_num_threads()), str(BLOCK), "class token by elements"]
+        machine += Device.of(network).cache_words()
         one_image = self._inputs(np.zeros(1, dtype=np.int64))
         self.sizes = self._batch_sizes(Path(folder), [prefix, str(until), key, *machine], tuple(one_image.shape[1:]))
         parts = [examples.opened.digest, examples.transform.digest, prefix, str(until), key, *machine]
@@ -228,7 +231,9 @@ class CachedExamples:
         else:
             batches = self._blocks(places)
         with phase(EXTRACTION, sum(map(len, batches)), "images") as progress:
-            for batch in batches:
+            for batch, next_batch in zip_longest(batches, batches[1:]):
+                if next_batch is not None and self._lower is None:
+                    self.examples.prefetch(torch.from_numpy(next_batch % len(self)))
                 size = self._padded_size(len(batch))
                 filled = np.concatenate([batch, np.repeat(batch[:1], size - len(batch))])
                 values = self._values(filled)[: len(batch)]
@@ -268,7 +273,7 @@ class CachedExamples:
     def _activations(self, inputs: Tensor, entry: int = 0) -> Tensor:
         """Return the activations at this cache's entry for inputs at `entry`, float32 on the CPU."""
         values = evaluate_batch(self.network, inputs, lambda x: self.network.features(x, entry, self.entry))
-        return values.float().cpu().contiguous()
+        return fetch(values.float()).contiguous()
 
 
 def _hash(data: bytes) -> str:

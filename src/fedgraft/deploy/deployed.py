@@ -124,7 +124,10 @@ def _reported_classes(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def _check_classes(classes: Sequence[str], facts: Mapping[int, Mapping[str, Any]]) -> None:
-    """Refuse class names that look alike, and fewer than two classes."""
+    """Refuse class names that look alike, and fewer than two classes.
+
+    `facts` is what each client's node reported. Where one client alone has a class of its own, the error names it.
+    """
     try:
         check_names(classes)
     except FedgraftError as error:

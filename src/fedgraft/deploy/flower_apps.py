@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedgraft.core.device import choose_devices
+from fedgraft.core.device_choice import AUTO, CHOICE
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.deploy.app import check_stock_nodes
 from fedgraft.deploy.door_link import SOCKET_VARIABLE
@@ -206,7 +208,10 @@ def run_simulation(config: Config, folder: Path, progress: Progress | None = Non
             errors.append(error)
 
     try:
-        run_flower_simulation(server_app(main), client_app(_carry_out, settings), config.partition.clients)
+        if config.device != AUTO:
+            os.environ[CHOICE] = config.device  # nodes choose their own device, and these are parts of this process
+        gpus = choose_devices(config.device).share_of_gpus(os.cpu_count() or 1)
+        run_flower_simulation(server_app(main), client_app(_carry_out, settings), config.partition.clients, gpus)
     except RuntimeError as error:
         if not errors:
             raise FedgraftError(

@@ -30,6 +30,7 @@ from fedgraft.config.agreement import policies_of
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config
 from fedgraft.core.client_memory import ClientMemory, never_goes_back
+from fedgraft.core.device_choice import AUTO
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import BadMessage, Request, as_bytes, pack, unpack
 from fedgraft.data.examples import FeatureExamples
@@ -60,7 +61,7 @@ class NodeRun:
         self.client = worker_request.client
         self.task = worker_request.task
         self.config = parse_config(worker_request.config)
-        config: Config = self.config.model_copy(update={"engine": "reference", "workers": 1})
+        config: Config = self.config.model_copy(update={"engine": "reference", "workers": 1, "device": AUTO})
         if not 0 <= self.client < config.partition.clients:
             raise FedgraftError(
                 "E-DEPLOY-CLIENT-NUMBER",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgraft.core.device import Device
 from fedgraft.core.errors import FedgraftError
 from fedgraft.edit.choose import choose, coordinate_budget, strategy_named
 from fedgraft.edit.masks import Mask, intersection, union, votes
@@ -110,7 +111,7 @@ def softened(weights: Mapping[str, Tensor], alive: Mapping[str, Tensor], soft: f
     try:
         for name, mask in alive.items():
             tensor = weights[name].detach()
-            tensor.copy_(torch.where(mask.to(tensor.device), tensor, tensor * soft))
+            tensor.copy_(torch.where(Device(tensor.device).put(mask), tensor, tensor * soft))
         yield
     finally:
         for name, tensor in saved.items():

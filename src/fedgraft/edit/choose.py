@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedgraft.core.device import fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.registry import STRATEGIES
 from fedgraft.core.rng import derive, torch_stream
@@ -164,7 +165,7 @@ class _Pool:
             tensor = scores[name]
             self.shapes.append(tensor.shape)
             self.sizes.append(tensor.numel())
-            pieces.append(tensor.detach().reshape(-1).cpu())
+            pieces.append(fetch(tensor.detach().reshape(-1)))
             if torch.isnan(tensor).any():
                 raise FedgraftError(
                     "E-EDIT-SCORES-NAN",
@@ -182,7 +183,7 @@ class _Pool:
         self.eligible: Bools | None = None
         self.room = self.size
         if among is not None:
-            self.eligible = torch.cat([among[name].reshape(-1).cpu() for name in names]).numpy().copy()
+            self.eligible = torch.cat([fetch(among[name].reshape(-1)) for name in names]).numpy().copy()
             self.room = int(self.eligible.sum())
 
     def pick(self, share: int, floor: float) -> dict[str, Tensor]:

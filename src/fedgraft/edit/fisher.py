@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedgraft.core.device import Device, fetch, fetch_all
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted
 from fedgraft.edit.sample_gradients import SampleSquares, scorable_names, scoring_mode
@@ -36,7 +37,7 @@ class Scores:
     """
 
     tensors: Mapping[str, Tensor]
-    """float32 sums: 4 bytes per parameter; a thousand positive terms lose about 1e-6 of their sum."""
+    """float32 sums on the host: 4 bytes per parameter; a thousand positive terms lose about 1e-6 of their sum."""
     samples: int
 
     def __add__(self, other: Scores) -> Scores:
@@ -109,11 +110,14 @@ def logit_gradients(
             labels=labels,
         )
     elif labels == "rademacher":
-        noise = torch.randint(0, 2, logits.shape, generator=generator).to(logits) * 2 - 1
+        signs = torch.randint(0, 2, logits.shape, generator=generator).to(logits.dtype) * 2 - 1
+        noise = Device(logits.device).put(signs)
         root = probability.sqrt()
         yield root * noise - probability * (root * noise).sum(1, keepdim=True)
     else:
-        drawn = torch.multinomial(probability.cpu(), 1, generator=generator)[:, 0].to(targets)
+        # Drawn on the host, whose stream is the same on every machine.
+        drawn = torch.multinomial(fetch(probability), 1, generator=generator)[:, 0]
+        drawn = Device(targets.device).put(drawn)
         if labels == "sampled":
             yield _centred(probability, drawn)
         else:
@@ -158,7 +162,7 @@ def estimate_fisher(
             for gradient in logit_gradients(logits.detach(), targets, labels, generator):
                 squares.backward(logits, gradient, keep)
             samples += len(inputs)
-    return _require_finite(Scores(squares.sums, samples))
+    return _require_finite(Scores(fetch_all(squares.sums), samples))
 
 
 def batch_gradient(
@@ -243,7 +247,7 @@ def _batch_scores(
                 if parameter_gradient is not None:
                     total.add_(power(parameter_gradient, len(inputs)))
             samples += len(inputs)
-    return _require_finite(Scores(sums, samples))
+    return _require_finite(Scores(fetch_all(sums), samples))
 
 
 def _require_finite(scores: Scores) -> Scores:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fedgraft.core.device import Device
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
@@ -48,7 +49,7 @@ class StreamDropout(nn.Module):
                 "set its generator before training",
             )
         keep = torch.rand(x.shape, generator=self.generator) >= self.p  # x.shape
-        return x * keep.to(x) / (1.0 - self.p)
+        return x * Device(x.device).put(keep).to(x.dtype) / (1.0 - self.p)
 
 
 def attach(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.messages import Scalar
 from fedgraft.core.protocols import Network
 from fedgraft.core.space import EditSpace, Part, select
@@ -74,7 +75,7 @@ def weight_directions(network: Network, names: list[str], rank: int) -> dict[str
     tensors = dict(network.named_parameters())
     factors: dict[str, Tensor] = {}
     for name in names:
-        factors |= _factors(name, tensors[f"{name}.weight"].detach().cpu(), rank)
+        factors |= _factors(name, fetch(tensors[f"{name}.weight"].detach()), rank)
     return factors
 
 
@@ -90,8 +91,9 @@ def fix_factors(network: Network, factors: Mapping[str, Tensor]) -> None:
         device = layer.lora_A["default"].weight.device
         layer.lora_A["default"].weight.data.copy_(factors[f"right/{name}"])
         inner = layer.lora_B["default"]
-        parametrize.register_parametrization(inner, "weight", _Left(factors[f"left/{name}"].to(device)), unsafe=True)
-        rank = factors[f"left/{name}"].shape[1]
+        left = Device(device).put(factors[f"left/{name}"])
+        parametrize.register_parametrization(inner, "weight", _Left(left), unsafe=True)
+        rank = left.shape[1]
         inner.parametrizations.weight.original = nn.Parameter(torch.zeros(rank, rank, device=device))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgraft.core.device import fetch
 from fedgraft.core.errors import FedgraftError
 
 Shapes = Mapping[str, Sequence[int]]
@@ -92,7 +93,7 @@ class Mask(Mapping[str, Tensor]):
         """Return all coordinates as one uint8 vector of packed bits, in order of names; one bit each."""
         if not self.tensors:
             return torch.zeros(0, dtype=torch.uint8)
-        flat = torch.cat([tensor.reshape(-1).cpu() for tensor in self.tensors.values()])
+        flat = torch.cat([fetch(tensor.reshape(-1)) for tensor in self.tensors.values()])
         return torch.from_numpy(np.packbits(flat.numpy()))
 
     @staticmethod

@@ -301,11 +301,11 @@ class Sparse:
     def calibrated(
         self, network: Network, scores: Callable[[int], Mapping[str, Tensor]], seed: int | None = None
     ) -> Calibration:
-        """Return the mask that these scores give, whether they are summed over clients or one client's own.
+        """Return the mask that these scores give, summed over clients or one client's own, and figures about it.
 
         `scores(round)` returns the scores by tensor in a calibration round; strategies that need no data ignore it.
-        `seed` is that of a random mask; None: the kind's own. Weights are scaled in place during progressive
-        calibration and restored.
+        `seed` is that of a random mask; None: `self.seed`. Weights are scaled in place during progressive calibration
+        and restored.
         """
         scope = self.scope_on(network)
         weights = self._maskable_weights(network)

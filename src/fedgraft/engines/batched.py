@@ -33,6 +33,7 @@ from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle_or_refuse
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.client_memory import ClientMemory, Memories
+from fedgraft.core.device import HOST, Device, fetch, read
 from fedgraft.core.errors import Refused
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.progress import Phase, requests_phase
@@ -95,6 +96,7 @@ def _is_linear(context: ClientContext) -> bool:
     head = context.network.head
     depth = context.network.depth
     probe = torch.randn(4, context.network.width, generator=torch_stream(0, "is_linear"))
+    probe = Device.of(context.network).put(probe)
     return torch.allclose(context.network(probe, depth), linear(probe, head.weight, head.bias), atol=1e-6)
 
 
@@ -143,7 +145,10 @@ class Batched(Memories):
         self.algorithm = algorithm
         self.context = context
         self.memory: MutableMapping[int, ClientMemory] = {}
+        self.device = Device.of(context.network)
         self.threads = threads or cores()
+        if not self.device.is_host:  # one queue of work for all threads, and no fork may touch the device
+            self.threads = 1
         self.reason = batching_obstacle(algorithm, context)
         """Why requests are carried out one by one; None if they are batched."""
         self._writer: WritesBatches | None = None
@@ -259,18 +264,21 @@ class Batched(Memories):
         buffers: dict[str, Tensor] = {}
         if self._buffers:
             buffers = self._buffers.pop()
-        values = _buffer(buffers, "values", c * k * (d + 1))
-        gradient = _buffer(buffers, "gradient", c * k * (d + 1))
+        values = self._on_device(buffers, "values", c * k * (d + 1))
+        gradient = self._on_device(buffers, "gradient", c * k * (d + 1))
         stack = Stack(values, gradient, (c, k, d, b), rule.optimizer)
-        for i, task in enumerate(tasks):
+        vectors = []
+        for task in tasks:
             assert task.request.vector is not None
-            stack.weight[i] = task.request.vector[: k * d].view(k, d)
-            stack.bias[i] = task.request.vector[k * d :].view(k, 1)
+            vectors.append(task.request.vector)
+        starts = self.device.put(torch.stack(vectors))
+        stack.weight.copy_(starts[:, : k * d].view(c, k, d))
+        stack.bias.copy_(starts[:, k * d :].view(c, k, 1))
         rate = rule.rate(tasks[0].learning_rate, len(tasks[0].rows))
         flips = []
         for task in tasks:
             flips.append(torch_stream(self.context.seed, "augment", "train", task.request.round, task.request.client))
-        logits = _buffer(buffers, "logits", c * k * b).view(c, k, b)
+        logits = self._on_device(buffers, "logits", c * k * b).view(c, k, b)
         steps = len(tasks[0].sizes)
         labels, weights = self._labels(tasks, b)
         # Without weights every example counts 1 / b.
@@ -285,6 +293,7 @@ class Batched(Memories):
             span = slice(begin, min(begin + steps_at_once, steps))
             features = _buffer(buffers, "features", c * (span.stop - begin) * b * d).view(c, -1, b, d)
             self._gather(tasks, flips, span, features)
+            features = self.device.put(features)
             for step in range(span.start, span.stop):
                 inputs = features[:, step - begin]  # (c, b, d)
                 torch.baddbmm(stack.bias, stack.weight, inputs.transpose(1, 2), out=logits)
@@ -295,13 +304,15 @@ class Batched(Memories):
                     error.mul_(weights[:, step])
                 stack.step(error, inputs, rate, gradient_scale)
                 negative_losses.append(negative_loss)
-        losses = torch.stack(negative_losses).sum((2, 3)).mean(0).div_(loss_divisor).tolist()
+        losses = read(torch.stack(negative_losses).sum((2, 3)).mean(0).div_(loss_divisor))
+        trained = torch.cat([stack.weight.reshape(c, -1), stack.bias.view(c, -1)], 1)
+        updates = fetch(trained - starts)
         effective_steps = math.nan
         if rule.optimizer.effective_steps:
             effective_steps = rate * rule.optimizer.effective_steps(steps)
         responses = []
         for i, task in enumerate(tasks):
-            responses.append(self._response(task, stack.weight[i], stack.bias[i], losses[i], effective_steps))
+            responses.append(self._response(task, updates[i], losses[i], effective_steps))
         self._buffers.append(buffers)
         return responses
 
@@ -315,7 +326,8 @@ class Batched(Memories):
         steps = len(tasks[0].sizes)
         full = all(size == b for task in tasks for size in task.sizes)
         if full:
-            return all_labels[torch.stack([task.drawn for task in tasks])].view(-1, steps, 1, b), None
+            all_drawn = torch.stack([task.drawn for task in tasks])
+            return self.device.put(all_labels[all_drawn].view(-1, steps, 1, b)), None
         labels = torch.zeros(len(tasks), steps, b, dtype=torch.int64)
         weights = torch.zeros(len(tasks), steps, b)
         for i, task in enumerate(tasks):
@@ -323,7 +335,7 @@ class Batched(Memories):
             is_row = torch.arange(b) < sizes  # (steps, b)
             labels[i][is_row] = all_labels[task.drawn]
             weights[i] = is_row / sizes
-        return labels.unsqueeze(2), weights.unsqueeze(2)
+        return self.device.put(labels.unsqueeze(2)), self.device.put(weights.unsqueeze(2))
 
     def _gather(self, tasks: list[_ClientTask], flips: list[torch.Generator], span: slice, features: Tensor) -> None:
         """Fill `features` (c, steps, b, d) with the inputs of a span of steps, zeros where a batch is shorter than b.
@@ -352,19 +364,20 @@ class Batched(Memories):
         with self._reading:  # examples may compute features that are not cached yet, with the one network there is
             out.copy_(self.context.examples.batch(rows, flips))
 
-    def _response(
-        self, task: _ClientTask, weight: Tensor, bias: Tensor, loss: float, effective_steps: float
-    ) -> Response:
-        """Return the response of one client from its trained head: weight (k, d), bias (k, 1), mean training loss.
+    def _on_device(self, buffers: dict[str, Tensor], name: str, size: int) -> Tensor:
+        """Return a flat float32 view of `size` entries of the named buffer, on the network's device."""
+        return _buffer(buffers, name, size, self.device)
+
+    def _response(self, task: _ClientTask, update: Tensor, loss: float, effective_steps: float) -> Response:
+        """Return the response of one client from its update (k * (d + 1),) and its mean training loss.
 
         `effective_steps` are those of its training, for the links of the update.
         """
         request = task.request
-        assert request.vector is not None
-        update = torch.cat([weight.reshape(-1), bias.view(-1)]).sub_(request.vector)
         sending = Sending(effective_steps, request.settings, len(update))
         update, scalars = run_chain(self.algorithm.update, update, sending)
-        return update_response(request, self.algorithm, self.context, update, scalars, (loss, len(task.sizes)), {})
+        metrics = {"loss": loss, "steps": float(len(task.sizes))}
+        return update_response(request, self.algorithm, self.context, update, scalars, metrics, {})
 
 
 def _chunks(tasks: list[_ClientTask]) -> list[list[_ClientTask]]:
@@ -396,11 +409,11 @@ def _loss_gradient(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Te
     return error, negative_loss
 
 
-def _buffer(buffers: dict[str, Tensor], name: str, size: int) -> Tensor:
+def _buffer(buffers: dict[str, Tensor], name: str, size: int, device: Device = HOST) -> Tensor:
     """Return a flat float32 view of `size` entries of the named buffer; it is created or grown in `buffers` if needed.
 
     Buffers are reused from chunk to chunk because fresh memory is slow to touch; the contents are arbitrary.
     """
     if name not in buffers or buffers[name].numel() < size:
-        buffers[name] = torch.empty(size)
+        buffers[name] = torch.empty(size, device=device.torch_device)
     return buffers[name][:size]

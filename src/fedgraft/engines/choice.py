@@ -34,7 +34,7 @@ class Choice:
 
 
 def choose_engine(
-    engine: Wanted, workers: int, obstacle: str | None, work: float, on_cpu: bool = True, clients: int = 1
+    engine: Wanted, workers: int, obstacle: str | None, work: float, devices: int = 0, clients: int = 1
 ) -> Choice:
     """Return the engine and number of processes for a run, with the reason for the log.
 
@@ -43,7 +43,7 @@ def choose_engine(
         workers: the config's `workers`; 0: choose.
         obstacle: why requests cannot be batched; None if they can.
         work: a lower bound of the multiply-adds of a round; 0: only a head is trained.
-        on_cpu: whether the network is on a CPU.
+        devices: number of accelerators; 0: the network is on a CPU.
         clients: clients per round.
     """
     if engine == "batched" or (engine == "auto" and obstacle is None):
@@ -59,9 +59,9 @@ def choose_engine(
     if workers:
         processes = workers
         why = f"workers={workers}{not_batched}"
-    elif not on_cpu:
-        processes = 1
-        why = f"one process{configured}: the device is not a CPU{not_batched}"
+    elif devices:
+        processes = min(devices, max(1, clients))
+        why = f"{_count(processes)}{configured}: one for each accelerator{not_batched}"
     elif work < WORTH:
         processes = 1
         why = f"one process{configured}: {_describe_work(work)} too little work for more{not_batched}"
@@ -71,6 +71,11 @@ def choose_engine(
     if processes == 1:
         return Choice("in_process", processes, why)
     return Choice("pool", processes, why)
+
+
+def _count(processes: int) -> str:
+    """Return a number of processes in words."""
+    return "one process" if processes == 1 else f"{processes} processes"
 
 
 def _describe_work(work: float) -> str:

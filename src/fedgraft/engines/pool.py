@@ -9,17 +9,18 @@ comes back with the response.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Protocol, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.actions import progress_label
 from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle_or_refuse
 from fedgraft.core.client_memory import ClientMemory, Memories
+from fedgraft.core.device import Device
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.core.progress import EXTRACTION, phase, requests_phase
@@ -33,11 +34,17 @@ class Pool(Memories):
 
     Workers start at the first exchange and again after `close`, an error, or a change of the edit space. Coordinates
     outside the space must not change while workers live; call `close` after changing some (a new head). `deadline`:
-    seconds that a client has for one request; None: no limit.
+    seconds that a client has for one request; None: no limit. `devices`: where workers compute, in turn; by default
+    where the network is. Beside an accelerator workers are spawned, each with a context of its own.
     """
 
     def __init__(
-        self, algorithm: Algorithm, context: ClientContext, workers: int, deadline: float | None = None
+        self,
+        algorithm: Algorithm,
+        context: ClientContext,
+        workers: int,
+        deadline: float | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         if workers < 1:
             raise FedgraftError(
@@ -47,6 +54,7 @@ class Pool(Memories):
         self.context = context
         self.workers = workers
         self.deadline = deadline
+        self.devices = devices or (Device.of(context.network).torch_device,)
         self.memory: MutableMapping[int, ClientMemory] = {}
         self._team: Workers | None = None
         self._team_key: object = None
@@ -101,7 +109,8 @@ class Pool(Memories):
         team_key = (id(self.algorithm), id(self.context), self.context.space.digest)
         if self._team is None or self._team_key != team_key:
             self.close()
-            self._team = Workers(_work(self.algorithm, self.context), self.workers)
+            work = _work(self.algorithm, self.context)
+            self._team = Workers(work, self.workers, self.devices, _moving(self.context))
             self._team_key = team_key
         return self._team
 
@@ -110,6 +119,16 @@ class Pool(Memories):
         memory = self.memory.get(request.client, {})
         memory_message = Request(request.run, request.round, request.client, "remember", auxiliary=memory)
         return [pack(request), pack(memory_message)]
+
+
+def _moving(context: ClientContext) -> Callable[[torch.device], None]:
+    """Return the function with which a worker begins: it moves the network, and with it the work, to its device."""
+
+    def begin(device: torch.device) -> None:
+        context.forget_binding()
+        cast(nn.Module, context.network).to(device)
+
+    return begin
 
 
 def _describe(request: Request) -> str:

@@ -31,14 +31,17 @@ from typing import Any, TypeVar
 import torch
 
 from fedgraft.core import progress
+from fedgraft.core.device import repeatable
 from fedgraft.core.errors import FedgraftError
-from fedgraft.engines.spawned import forks, packed, unpacked, without_main
+from fedgraft.engines.spawned import forks_beside, packed, unpacked, without_main
 from fedgraft.local.memory import keep_freed_memory
 
 Parts = list[memoryview]
 """The byte strings of one message, as views that are valid until the next message."""
 Work = Callable[[Parts], list[bytes]]
 """The function that workers run on each task."""
+_Job = tuple[Work, Callable[[torch.device], None] | None]
+"""What a worker runs on each task, and before its first one with the device that it computes on."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -125,6 +128,8 @@ class _Worker:
 
     process: BaseProcess
     channel: _Channel
+    number: int
+    """Its place in the team, from 0; whoever replaces it takes it over."""
 
     @property
     def pipe(self) -> Connection:
@@ -174,7 +179,13 @@ class Workers:
     They see this process as it was when the team was made. `workers` is their number.
     """
 
-    def __init__(self, work: Work, workers: int) -> None:
+    def __init__(
+        self,
+        work: Work,
+        workers: int,
+        devices: Sequence[torch.device] = (),
+        begin: Callable[[torch.device], None] | None = None,
+    ) -> None:
         if torch.get_num_threads() != 1:
             raise FedgraftError(
                 "E-ENGINES-THREADS",
@@ -183,18 +194,19 @@ class Workers:
                 "call torch.set_num_threads(1) before",
                 threads=torch.get_num_threads(),
             )
-        self._forks = forks()
-        self._work: Work | bytes = work
+        self._devices = devices or (torch.device("cpu"),)
+        self._forks = forks_beside(self._devices, workers)
+        self._work: _Job | bytes = (work, begin)
         if not self._forks:
-            self._work = packed(work)
+            self._work = packed((work, begin))
         self._workers: list[_Worker] = []
         # The pid keeps a fork that inherits this object from ending its siblings.
         self._end = weakref.finalize(self, _end, self._workers, os.getpid())
-        for _ in range(workers):
-            self._start_worker()
+        for number in range(workers):
+            self._start_worker(number)
 
-    def _start_worker(self) -> _Worker:
-        """Start one more worker and return it."""
+    def _start_worker(self, number: int) -> _Worker:
+        """Start the worker of this number and return it."""
         if self._forks:
             context: Any = get_context("fork")
         else:
@@ -206,11 +218,12 @@ class Workers:
             buffer = SharedBuffer()
             inherited = [parent_pipe, *(worker.pipe for worker in self._workers)]
         child_channel = _Channel(child_pipe, buffer)
-        process = context.Process(target=_serve, args=(self._work, child_channel, inherited), daemon=True)
+        device = str(self._devices[number % len(self._devices)])
+        process = context.Process(target=_serve, args=(self._work, child_channel, inherited, device), daemon=True)
         with self._starting():
             process.start()
         child_pipe.close()
-        worker = _Worker(process, _Channel(parent_pipe, buffer))
+        worker = _Worker(process, _Channel(parent_pipe, buffer), number)
         self._workers.append(worker)
         return worker
 
@@ -232,7 +245,7 @@ class Workers:
         worker.process.join()
         worker.pipe.close()
         self._workers.remove(worker)
-        return self._start_worker()
+        return self._start_worker(worker.number)
 
     def map(
         self,
@@ -331,11 +344,12 @@ def _end(workers: list[_Worker], owner: int) -> None:
     workers.clear()
 
 
-def _serve(work: Work | bytes, channel: _Channel, inherited: list[Connection]) -> None:
+def _serve(job: _Job | bytes, channel: _Channel, inherited: list[Connection], device: str) -> None:
     """Run in a worker: carry out one task after another until the parent closes the pipe or ends.
 
-    `work` is the function, or its pickled bytes in a spawned process. `inherited` are pipe ends that a fork must close:
-    a copy of a parent's end would keep that pipe open after the parent's death.
+    `job` is the pair of functions, or its pickled bytes in a spawned process. `inherited` are pipe ends that a fork
+    must close: a copy of a parent's end would keep that pipe open after the parent's death. `device` is where this
+    worker computes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -344,11 +358,13 @@ def _serve(work: Work | bytes, channel: _Channel, inherited: list[Connection]) -
     torch.set_num_threads(1)
     keep_freed_memory()
     relay = progress.relay_to(lambda news: channel.send({"progress": news}))
-    if isinstance(work, bytes):
-        carry_out = unpacked(work)
+    if isinstance(job, bytes):
+        carry_out, begin = unpacked(job)
     else:
-        carry_out = work
-    with suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        carry_out, begin = job
+    if begin is not None:
+        begin(torch.device(device))
+    with repeatable(), suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
             _, parts = channel.receive()
             header: dict[str, Any] = {}

@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from mmap import mmap
 from types import ModuleType
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgraft.core.device import fetch, refuse_fork
 from fedgraft.core.errors import FedgraftError
 
 START = "FEDGRAFT_START"
@@ -43,10 +44,32 @@ def forks() -> bool:
     return method == "fork"
 
 
-def packed(work: Callable[..., Any]) -> bytes:
+def forks_beside(devices: Sequence[torch.device], workers: int) -> bool:
+    """Return whether workers of a process that computes on these devices are forks; by default never beside CUDA.
+
+    On a machine with an accelerator the first backward pass, even one on the CPU, starts a thread for it, after which
+    no fork of the process can compute gradients. Raises `E-ENGINES-FORK-DEVICE` where `FEDGRAFT_START` demands forks
+    that would use an accelerator.
+    """
+    if os.environ.get(START):
+        if forks():
+            refuse_fork(devices, workers)
+        return forks()
+    on_accelerator = any(device.type != "cpu" for device in devices)
+    if on_accelerator or torch.cuda.is_available():
+        return False
+    return forks()
+
+
+def _on_device(tensor: Tensor) -> bool:
+    """Return whether a tensor is not in the host's memory; a worker gets it there, and chooses its own device."""
+    return tensor.device.type != "cpu"
+
+
+def packed(work: Any) -> bytes:
     """Return a function with everything it refers to as bytes, for `unpacked` in a child of this process.
 
-    Raises `FedgraftError` where something cannot be pickled.
+    Tensors of a device are written as they are on the host. Raises `FedgraftError` where something cannot be pickled.
     """
     from cloudpickle import Pickler
 
@@ -57,8 +80,8 @@ def packed(work: Callable[..., Any]) -> bytes:
             """Return how to rebuild a memory-mapped array from its file, or a tensor view from its values."""
             if isinstance(value, np.memmap) and isinstance(value.base, mmap) and value.flags.c_contiguous:
                 return np.memmap, (value.filename, value.dtype, "r", value.offset, value.shape)
-            if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-                viewed = value.detach().clone()
+            if isinstance(value, Tensor) and (_on_device(value) or value.untyped_storage().nbytes() > value.nbytes):
+                viewed = fetch(value.detach()).clone()
                 if isinstance(value, torch.nn.Parameter):
                     viewed = torch.nn.Parameter(viewed, value.requires_grad)
                 return viewed.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -76,10 +99,9 @@ def packed(work: Callable[..., Any]) -> bytes:
     return file.getvalue()
 
 
-def unpacked(data: bytes) -> Callable[..., Any]:
-    """Return the function that `packed` wrote in this process's parent."""
-    work: Callable[..., Any] = pickle.loads(data)
-    return work
+def unpacked(data: bytes) -> Any:
+    """Return what `packed` wrote in this process's parent."""
+    return pickle.loads(data)
 
 
 @contextmanager

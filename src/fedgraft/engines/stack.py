@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedgraft.local.optimizers import Optimizer
+from fedgraft.core.device import Device
+from fedgraft.local.optimizers import Optimizer, new_state
 
 
 class Stack:
@@ -35,7 +36,7 @@ class Stack:
             self.state = {}
             gradient.zero_()
         else:
-            self.state = optimizer.init(values.numel())
+            self.state = new_state(optimizer, values.numel(), Device(values.device))
 
     def step(self, error: Tensor, inputs: Tensor, rate: float, scale: float) -> None:
         """Take one optimizer step for all heads; changes the values, the gradient and the optimizer's state in place.

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.local.losses import LossContext, cross_entropy
 from fedgraft.local.train import Flat
-from fedgraft.local.transfer import onto
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,10 @@ class AdaptiveStart:
             stream: draws the images.
         """
         common = flat.values.clone()
-        last = memory["previous_model"].to(flat.values.device)
+        device = Device(flat.values.device)
+        last = device.put(memory["previous_model"])
         gap = torch.where(learnable, last[: flat.trained] - common[: flat.trained], 0.0)
-        keep = memory.get("keep", torch.zeros(flat.trained)).to(gap)
+        keep = device.put(memory.get("keep", torch.zeros(flat.trained)))
         count = max(1, round(self.share * len(rows)))
         sample = rows[torch.randperm(len(rows), generator=stream)[:count]]
         loss = cross_entropy().begin(LossContext(network, examples.labels[rows], network.classes))
@@ -78,9 +79,9 @@ class AdaptiveStart:
                 start[: flat.trained] += keep * gap
                 flat.load(start)
                 network.eval()
-                inputs = onto(examples.batch(batch), gap.device)
-                labels = onto(examples.labels[batch], gap.device)
+                inputs = device.put(examples.batch(batch))
+                labels = device.put(examples.labels[batch])
                 loss(network, inputs, labels, examples.entry).backward()
                 keep = (keep - self.rate * flat.gradient() * gap).clamp(0, 1)
         flat.load(common)
-        return keep.cpu()
+        return fetch(keep)

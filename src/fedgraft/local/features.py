@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fedgraft.core.protocols import Examples, Network
-from fedgraft.local.transfer import onto
+from fedgraft.core.device import Device, fetch
+from fedgraft.core.protocols import Examples, Network, with_prefetch
+from fedgraft.local.forward_memory import images_at_once
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ def evaluating(network: Network) -> Iterator[None]:
 def evaluate_batch(network: Network, inputs: Tensor, see: Callable[[Tensor], T]) -> T:
     """Return `see(inputs)` for one batch, in evaluation mode, without gradients, and on the network's device."""
     with evaluating(network):
-        return see(onto(inputs, next(network.parameters()).device))
+        return see(Device.of(network).put(inputs))
 
 
 def feature_batches(
@@ -43,9 +44,9 @@ def feature_batches(
     def see(inputs: Tensor) -> Tensor:
         return network.features(inputs, examples.entry, until)
 
-    for batch in rows.split(size):
+    for batch in with_prefetch(examples, rows.split(images_at_once(network, examples.entry, size))):
         activations = evaluate_batch(network, examples.batch(batch), see)
-        yield batch, activations.float().cpu()
+        yield batch, fetch(activations.float())
 
 
 def hidden(network: Network, layers: tuple[str, ...], examples: Examples, size: int = 256) -> list[Tensor]:
@@ -59,10 +60,10 @@ def hidden(network: Network, layers: tuple[str, ...], examples: Examples, size: 
         return network.activations(inputs, names, examples.entry)
 
     batches: dict[str, list[Tensor]] = {name: [] for name in names}
-    for rows in torch.arange(len(examples)).split(size):
+    for rows in torch.arange(len(examples)).split(images_at_once(network, examples.entry, size)):
         activations = evaluate_batch(network, examples.batch(rows), see)
         for name in batches:
-            batches[name].append(activations[name].cpu())
+            batches[name].append(fetch(activations[name]))
     return [torch.cat(batches[name]) for name in names]
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import cosine_similarity, softplus
 from torch.nn.functional import cross_entropy as softmax_loss
 
 from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
+from fedgraft.core.device import Device
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 from fedgraft.core.ranges import NotNegative, Positive, Rest, in_range
@@ -43,7 +44,7 @@ class LossContext:
 
     network: Network
     labels: Tensor
-    """The labels of this client's training rows, int64 (n,)."""
+    """The labels of this client's training rows, int64 (n,), on the host."""
     classes: int
     memory: Mapping[str, Tensor] = field(default_factory=dict)
     values: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -54,8 +55,8 @@ class LossContext:
 
     @property
     def counts(self) -> Tensor:
-        """Training images of each class of this client, int64 (classes,)."""
-        return torch.bincount(self.labels, minlength=self.classes)
+        """Training images of each class of this client, int64 (classes,), on the network's device."""
+        return Device.of(self.network).put(torch.bincount(self.labels, minlength=self.classes))
 
 
 def _no_memory(context: LossContext) -> dict[str, Tensor]:
@@ -124,7 +125,7 @@ def known_counts(context: LossContext, federation: bool) -> Tensor:
             "the class counts of the federation are missing, because only a run requests them",
             "train with fg.run",
         )
-    return context.federation.to(context.labels.device)
+    return Device.of(context.network).put(context.federation)
 
 
 def balancing(counts: Tensor) -> Tensor:

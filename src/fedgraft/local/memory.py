@@ -9,6 +9,8 @@ from functools import cache
 
 import torch
 
+from fedgraft.core.device import repeatable
+
 _TRIM = -1  # mallopt's M_TRIM_THRESHOLD
 _MAP = -3  # mallopt's M_MMAP_THRESHOLD
 RETAINED_BYTES = 1 << 30
@@ -33,11 +35,15 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread inside the block, because the number of threads changes the bits of a sum."""
+    """Compute on one thread inside the block, because the number of threads changes the bits of a sum.
+
+    On a GPU the kernels are those that repeat their bits.
+    """
     keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with repeatable():
+            yield
     finally:
         torch.set_num_threads(before)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.ranges import NotNegative, Rest, in_range
 
 OptimizerState = dict[str, Tensor]
@@ -34,6 +35,8 @@ class Optimizer:
     """Each coordinate moves by about the learning rate, however small its gradient."""
     requires: Capabilities = frozenset({Capability.SEPARATE_CLIENTS})
     """Nothing if the vectors of several clients may be stepped as one long vector."""
+    host_state: frozenset[str] = frozenset({"steps"})
+    """Entries of the state that the program reads at every step: they stay on the host, so that nobody waits."""
     instead: str = "local.optimizer='sgdm'"
     """The setting for an optimizer with a known displacement."""
 
@@ -67,7 +70,7 @@ def sgdm(
         """Return a velocity of zeros; no state without momentum."""
         if not momentum:
             return {}
-        return {"velocity": torch.zeros(size), "steps": torch.zeros(1)}
+        return {"velocity": torch.zeros(size), "steps": torch.zeros(1, device="cpu")}
 
     def step(values: Tensor, gradient: Tensor, state: OptimizerState, lr: float) -> None:
         """Step the values and the state in place; the gradient may be changed too."""
@@ -113,7 +116,7 @@ def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_de
     """Return AdamW with decoupled decay; each coordinate moves by about lr, however small its gradient."""
 
     def init(size: int) -> OptimizerState:
-        return {"first": torch.zeros(size), "second": torch.zeros(size), "steps": torch.zeros(1)}
+        return {"first": torch.zeros(size), "second": torch.zeros(size), "steps": torch.zeros(1, device="cpu")}
 
     def step(values: Tensor, gradient: Tensor, state: OptimizerState, lr: float) -> None:
         """Step the values and the state in place."""
@@ -128,9 +131,32 @@ def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_de
     return Optimizer("adamw", init, step, adaptive=True)
 
 
-def clip_(gradient: Tensor, limit: float) -> float:
-    """Scale the gradient to at most `limit` in norm, in place; return the norm before."""
-    norm = float(torch.linalg.vector_norm(gradient))
-    if norm > limit:
-        gradient.mul_(limit / norm)
+def state_on(optimizer: Optimizer, state: OptimizerState, device: Device) -> OptimizerState:
+    """Return a state with its vectors on this device, and what the program reads on the host."""
+    placed = {}
+    for name, tensor in state.items():
+        if name.rpartition("/")[2] in optimizer.host_state:
+            placed[name] = fetch(tensor)
+        else:
+            placed[name] = device.put(tensor)
+    return placed
+
+
+def new_state(optimizer: Optimizer, size: int, device: Device) -> OptimizerState:
+    """Return the initial state for so many values, made on this device."""
+    with device.making():
+        state = optimizer.init(size)
+    return state_on(optimizer, state, device)
+
+
+def clip_(gradient: Tensor, limit: float) -> Tensor:
+    """Scale the gradient to at most `limit` in norm, in place; return the norm before, on the gradient's device."""
+    norm = torch.linalg.vector_norm(gradient)
+    if Device(gradient.device).is_host:
+        if float(norm) > limit:
+            gradient.mul_(limit / float(norm))
+        return norm
+    # On a device the decision is a number too, because reading the norm would be a wait in every step.
+    wide = norm.to(Device(gradient.device).widest)
+    gradient.mul_(torch.where(wide > limit, limit / wide, 1.0).to(gradient.dtype))
     return norm

@@ -124,7 +124,10 @@ def warmed(schedule: Schedule, length: int, start: float = 0.0) -> Schedule:
     """Return the schedule with a linear warm-up from `start` times the rate over the first `length` positions."""
 
     def rate(t: int, total: int, history: Sequence[float]) -> float:
-        """Return the schedule's rate times the ramp at position t."""
+        """Return the schedule's rate at round (or epoch, or step) t of `total`, times the ramp.
+
+        `history` are the validation losses so far, which the schedule may use.
+        """
         ramp = 1.0
         if length:
             ramp = start + (1 - start) * min(1.0, (t + 1) / length)

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from fedgraft.core import ranges
 from fedgraft.core.capabilities import Capabilities, Capability
+from fedgraft.core.device import Device, fetch, fetch_all, read
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted
-from fedgraft.core.protocols import Examples, Network
+from fedgraft.core.protocols import Examples, Network, with_prefetch
 from fedgraft.core.ranges import Count, Positive
 from fedgraft.local.corrections import Closing, Correction, none
+from fedgraft.local.loss_scale import LossScale
 from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
-from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, sgdm
+from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, new_state, sgdm, state_on
 from fedgraft.local.progress import Snapshot, TrainingProgress, resumable
-from fedgraft.local.transfer import onto
 
 
 class Flat(Protocol):
@@ -72,7 +73,7 @@ class LocalTraining:
     client_steps: tuple[Count, ...] = ()
     """steps by client, assigned in turn, where some clients can afford fewer; see fednova"""
     amp: Literal["float16", "bfloat16"] | None = None
-    """mixed precision, for GPUs; default: float32"""
+    """mixed precision of training, for GPUs; vectors, features and exports stay float32; default: float32"""
 
     def __post_init__(self) -> None:
         ranges.check_ranges(self, "local")
@@ -155,7 +156,7 @@ class LocalTraining:
             for examples in (1, max(1, largest)):
                 steps = rule.steps_for(examples)
                 effective_steps.append(rule.rate(lr, examples) * gain(steps))
-                if self.amp == "float16":  # steps whose gradients overflow are skipped
+                if self.amp == "float16":  # steps that overflow at every loss scale are skipped
                     effective_steps.append(rule.rate(lr, examples) * gain(1))
         return min(effective_steps), max(effective_steps)
 
@@ -173,6 +174,20 @@ class Trained:
     """Displacement by a constant unit gradient; NaN if the optimizer has no fixed one."""
     closing: Closing
     """New memory entries of correction and loss, and vectors that the correction sends."""
+    nonfinite: int = 0
+    """Steps whose loss, or in float16 whose gradient at any scale, was not finite; float16 skips them."""
+    retried: int = 0
+    """Gradients of float16 that were computed again with a smaller loss scale."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the client reports for the record; what did not happen is left out."""
+        reported = {"loss": self.loss, "steps": float(self.steps)}
+        if self.nonfinite:
+            reported["nonfinite"] = float(self.nonfinite)
+        if self.retried:
+            reported["retried"] = float(self.retried)
+        return reported
 
 
 def drawn(rows: Tensor, rule: LocalTraining, generator: torch.Generator, chances: Tensor | None = None) -> Tensor:
@@ -242,52 +257,61 @@ def train(
     """
     flat.training_mode()
     values = flat.values[: flat.trained]
-    device = values.device
-    groups = _parameter_groups(rule, flat, move(state or {}, device))
-    client_memory = move(memory or {}, device)
-    context = rule.correction.prepare(values.clone(), move(auxiliary or {}, device), client_memory)
+    device = Device(values.device)
+    groups = _parameter_groups(rule, flat, state or {}, device)
+    client_memory = device.view(memory or {})
+    context = device.put_all(rule.correction.prepare(values.clone(), device.put_all(auxiliary or {}), client_memory))
     loss = loss or cross_entropy()
-    row_labels = onto(examples.labels[rows], device)
+    row_labels = examples.labels[rows]
     loss_context = LossContext(
         network, row_labels, network.classes, client_memory, flat.values, _feature_reader(network, flat), counts
     )
     chances: Tensor | None = None
     if rule.sampling != "uniform":
         class_weights = balancing(known_counts(loss_context, rule.sampling == "federation"))
-        chances = class_weights[row_labels].double().cpu()
+        chances = fetch(class_weights)[row_labels].double()
     value = loss.begin(loss_context)
     losses: list[Tensor] = []
     rates: list[float] = []
-    scale = 1.0
+    skipped = 0
+    loss_scale: LossScale | None = None
     if rule.amp == "float16":
-        scale = 2.0**16
+        loss_scale = LossScale.remembered(memory or {})
     if progress is not None and not resumable((loss.begin, rule.correction.adjust, rule.optimizer.step)):
         progress = None
+    states = [optimizer_state for _, _, optimizer_state in groups]
     done = 0
     if progress is not None:
-        done, scale = _continue_from(progress, flat, groups, augment, losses, rates, scale)
-    steps = counted("training", batches(rows, rule, shuffle, chances), rule.steps_for(len(rows)), "steps")
+        snapshot = Snapshot(0, flat.values, states, augment, losses, rates, 0, loss_scale)
+        saved = progress.load()
+        if saved is not None:
+            snapshot.restore(saved)
+            flat.load(snapshot.values)
+            done = snapshot.step
+            skipped = snapshot.skipped
+    row_batches = with_prefetch(examples, batches(rows, rule, shuffle, chances))
+    steps = counted("training", row_batches, rule.steps_for(len(rows)), "steps")
     for step, batch in enumerate(steps):
         if step < done:
             continue
         if progress is not None and progress.due():
             flat.pull_buffers()
-            progress.save(_snapshot(step, flat, groups, augment, losses, rates, scale).to_tensors())
-        inputs = onto(examples.batch(batch, augment), device)
-        labels = onto(examples.labels[batch], device)
-        precision = torch.autocast(
-            inputs.device.type, getattr(torch, rule.amp or "float32"), enabled=rule.amp is not None
-        )
-        with precision, lone_values_by_running_statistics(network, len(batch)):
+            present = Snapshot(step, flat.values, states, augment, losses, rates, skipped, loss_scale)
+            progress.save(present.to_tensors())
+        inputs = device.put(examples.batch(batch, augment))
+        labels = device.put(examples.labels[batch])
+        with device.autocast(rule.amp), lone_values_by_running_statistics(network, len(batch)):
             batch_loss = value(network, inputs, labels, examples.entry)
-        (batch_loss * scale).backward()
-        gradient = flat.gradient()
-        losses.append(batch_loss.detach())
-        if rule.amp == "float16":
-            gradient.div_(scale)
-            if not torch.isfinite(gradient).all():  # overflow: no step is taken, and the next one scales less
-                scale /= 2
+        if loss_scale is None:
+            batch_loss.backward()
+            gradient = flat.gradient()
+        else:
+            scaled_gradient = loss_scale.gradient(batch_loss, flat)
+            if scaled_gradient is None:  # no scale helps: this batch moves nothing
+                skipped += 1
                 continue
+            gradient = scaled_gradient
+        losses.append(batch_loss.detach())
         rule.correction.adjust(gradient, values, context)
         if rule.clip is not None:
             clip_(gradient, rule.clip)
@@ -300,44 +324,25 @@ def train(
     effective_steps = _effective_steps(rule, rates)
     closing = rule.correction.finish(values, context, effective_steps)
     new_memory = {**closing.memory, **loss.finish(loss_context)}
-    closing = Closing(move(new_memory, "cpu"), move(closing.sums, "cpu"))
+    if loss_scale is not None:
+        new_memory |= loss_scale.as_memory()
+    closing = Closing(fetch_all(new_memory), fetch_all(closing.sums))
     new_state = {}
     for i, (_, _, optimizer_state) in enumerate(groups):
         for name, tensor in optimizer_state.items():
             new_state[f"{i}/{name}"] = tensor
-    return Trained(new_state, float(torch.stack(losses).mean()), len(losses), effective_steps, closing)
+    mean_loss, nonfinite = _read_losses(losses)
+    retried = 0 if loss_scale is None else loss_scale.retried
+    return Trained(new_state, mean_loss, len(losses), effective_steps, closing, nonfinite + skipped, retried)
 
 
-def _snapshot(
-    step: int,
-    flat: Flat,
-    groups: Sequence[tuple[slice, float, OptimizerState]],
-    augment: torch.Generator,
-    losses: list[Tensor],
-    rates: list[float],
-    scale: float,
-) -> Snapshot:
-    """Return the state of a training before this step."""
-    return Snapshot(step, flat.values, [state for _, _, state in groups], augment, losses, rates, scale)
-
-
-def _continue_from(
-    progress: TrainingProgress,
-    flat: Flat,
-    groups: Sequence[tuple[slice, float, OptimizerState]],
-    augment: torch.Generator,
-    losses: list[Tensor],
-    rates: list[float],
-    scale: float,
-) -> tuple[int, float]:
-    """Restore what was saved of this training, in place; return the steps that are done, and the scale of losses."""
-    saved = progress.load()
-    if saved is None:
-        return 0, scale
-    snapshot = _snapshot(0, flat, groups, augment, losses, rates, scale)
-    snapshot.restore(saved)
-    flat.load(snapshot.values.to(flat.values.device))
-    return snapshot.step, snapshot.scale
+def _read_losses(losses: list[Tensor]) -> tuple[float, int]:
+    """Return the mean of the batches' losses and how many of them are not finite; one wait for both."""
+    if not losses:
+        return math.nan, 0
+    stacked = torch.stack(losses)
+    mean, nonfinite = read(torch.stack([stacked.mean(), (~stacked.isfinite()).sum().to(stacked.dtype)]))
+    return mean, int(nonfinite)
 
 
 @contextmanager
@@ -375,7 +380,10 @@ def _feature_reader(network: Network, flat: Flat) -> Look:
 
     @torch.no_grad()
     def look(vectors: Sequence[Tensor], inputs: Tensor, entry: int) -> list[Tensor]:
-        """Return the features under each of these models; the model in training is put back."""
+        """Return the pooled features of `inputs` under each of these models; the model in training is put back.
+
+        `entry` is the block at which the inputs enter the network; 0: they are pixels.
+        """
         flat.pull_buffers()  # the present statistics, so that they are restored with the values
         present = flat.values.clone()
         features = []
@@ -391,7 +399,7 @@ def _feature_reader(network: Network, flat: Flat) -> Look:
 
 
 def _parameter_groups(
-    rule: LocalTraining, flat: Flat, state: OptimizerState
+    rule: LocalTraining, flat: Flat, state: OptimizerState, device: Device
 ) -> list[tuple[slice, float, OptimizerState]]:
     """Return the pieces of the vector `flat` with their own learning rate: slice, factor of the rate, optimizer state.
     The state is that of the last round if `state` has it, otherwise a new one.
@@ -408,15 +416,12 @@ def _parameter_groups(
         for name, tensor in state.items():
             if name.startswith(f"{i}/"):
                 optimizer_state[name.partition("/")[2]] = tensor
-        if not optimizer_state:
-            optimizer_state = move(rule.optimizer.init(piece.stop - piece.start), flat.values.device)
+        if optimizer_state:
+            optimizer_state = state_on(rule.optimizer, optimizer_state, device)
+        else:
+            optimizer_state = new_state(rule.optimizer, piece.stop - piece.start, device)
         groups.append((piece, factor, optimizer_state))
     return groups
-
-
-def move(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
-    """Return the tensors on this device; those already there are not copied."""
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _effective_steps(rule: LocalTraining, rates: list[float]) -> float:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
-from fedgraft.local.transfer import onto
+from fedgraft.local.forward_memory import images_at_once
 from fedgraft.metrics.scores import count_scores, merge_scores, true_class_rank
 
 TOP_K = 5
@@ -84,7 +85,7 @@ def evaluate_with_sums(
     The network is left in evaluation mode. `threads` work on batches without changing the bits, as in `evaluate`.
     """
     network.eval()
-    batches = rows.split(batch_size)
+    batches = rows.split(images_at_once(network, examples.entry, batch_size))
     with phase("evaluation", len(rows), "images") as progress:
 
         def measure(batch: Tensor) -> _BatchResult:
@@ -120,8 +121,8 @@ def evaluation_of(sums: Mapping[str, Tensor]) -> Evaluation:
 def _evaluate_batch(network: Network, examples: Examples, rows: Tensor, scores: bool) -> _BatchResult:
     """Return the counts of one batch of rows, with the sums of `metrics.scores` if `scores` is true."""
     labels = examples.labels[rows]
-    inputs = onto(examples.batch(rows), next(network.parameters()).device)
-    logits = network(inputs, examples.entry).float().cpu()
+    inputs = Device.of(network).put(examples.batch(rows))
+    logits = fetch(network(inputs, examples.entry).float())
     rank = true_class_rank(logits, labels)
     correct = int((rank == 0).sum())
     within_top_k = int((rank < TOP_K).sum())

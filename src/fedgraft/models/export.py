@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import torch_stream
 from fedgraft.models.network import VisionNetwork
@@ -188,7 +189,7 @@ def check_same_logits(network: VisionNetwork, model: Any) -> None:
     training = network.training
     images = torch.randn(2, 3, network.image_size, network.image_size, generator=torch_stream(0, "export"))
     network.eval()
-    ours = network(images.to(network.head.weight.device)).cpu()
+    ours = fetch(network(Device.of(network).put(images)))
     network.train(training)
     theirs = model(pixel_values=images).logits
     if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(ours.abs().max())):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgraft.core import roles
+from fedgraft.core.device import Device
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import torch_stream
 from fedgraft.models.families import FAMILIES, Family, main_output
@@ -38,6 +39,10 @@ _SETTINGS = (
 """Settings that change what a network computes without showing in its shapes."""
 _PROBED_PARTS = {None: "", "attention": "attention.o_proj", "mlp": "mlp"}
 """The submodule of a ViT block behind each suffix of a probe name."""
+
+
+FUSED_ATTENTION = frozenset({"cuda", "mps"})
+"""Kinds of devices on which attention is one kernel; on a CPU plain products are as quick, and keep their bits."""
 
 
 class Dropout(nn.Module):
@@ -66,7 +71,7 @@ class Dropout(nn.Module):
                 "set network.dropout.generator before training",
             )
         keep = torch.rand(values.shape, generator=self.generator, device=self.generator.device) >= self.p
-        return values * keep.to(values) / (1.0 - self.p)
+        return values * Device(values.device).put(keep).to(values.dtype) / (1.0 - self.p)
 
     def extra_repr(self) -> str:
         """Return the share that is dropped, for `repr`."""
@@ -163,6 +168,29 @@ class VisionNetwork(nn.Module):
         if entry == 0:
             self._check_pixels(inputs)
         return self.cut.run(self.backbone, inputs, entry, until)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of the largest activations of one image in a forward pass, float32, estimated from the architecture.
+
+        In a transformer they are those of one block: attention scores twice, and a dozen vectors a token; elsewhere 64
+        maps of the image's size.
+        """
+        config = getattr(self.backbone, "config", None)
+        patch = getattr(config, "patch_size", None)
+        if not isinstance(patch, int):
+            return 4 * 64 * self.image_size**2
+        tokens = (self.image_size // patch) ** 2 + 1
+        heads = int(getattr(config, "num_attention_heads", 1) or 1)
+        return 4 * (12 * tokens * self.width + 2 * heads * tokens**2)
+
+    def place(self, device: torch.device) -> VisionNetwork:
+        """Move the network to this device, in place, and let it attend by torch's fused kernels off the CPU."""
+        self.to(device)
+        set_attention = getattr(self.backbone, "set_attn_implementation", None)
+        if set_attention is not None and device.type in FUSED_ATTENTION:
+            set_attention("sdpa")
+        return self
 
     def block_of(self, name: str) -> int:
         """Return the block of a parameter.

@@ -21,10 +21,11 @@ from torch import nn
 
 import fedgraft.models
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.config.build import check_private, device_named, source_for_data
+from fedgraft.config.build import check_private, source_for_data
 from fedgraft.config.load import load, merge, to_toml, validate
 from fedgraft.config.options import Config
 from fedgraft.core.code_identity import digest_of
+from fedgraft.core.device import choose_devices
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.network_digest import digest
 from fedgraft.data.federated import FederatedData
@@ -230,7 +231,7 @@ def _parts(
 
     The network is copied, so that the caller's is not changed. `augment` names training transforms.
     """
-    network = copy.deepcopy(network).to(device_named(config.device))  # the caller's network is not changed
+    network = copy.deepcopy(network).place(choose_devices(config.device).first)  # the caller's network is not changed
     algorithm.trainable.check(network)
     transform = transform_for(network, config, augment)
     identity = "objects-" + digest_of(config.digest, digest(network), *data.identity, transform.digest, algorithm)

@@ -194,7 +194,10 @@ def _header(data: bytes) -> dict[str, Any]:
 
 
 def _stored_score(path: Path) -> float | None:
-    """Return the score of a checkpoint from its header alone; None where it has none or cannot be read."""
+    """Return the validation score `best` of a checkpoint from its header alone; None where there is none to be read.
+
+    A run stores it only with a model that is the best so far.
+    """
     try:
         with path.open("rb") as file:
             start = file.read(8)

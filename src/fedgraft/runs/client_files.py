@@ -127,8 +127,10 @@ class ClientFiles:
     def release(self, table: Mapping[int, int], checkpoints: Path) -> None:
         """Delete the files that the run can do without: neither `table` nor a checkpoint that must be kept names them.
 
+        `table` maps clients to the version of their file that is in use; `checkpoints` is the folder of checkpoints.
         The newest `ALWAYS` checkpoints keep their files. Older ones do while all files together take at most `SHARE`
         times the bytes of the table; without them a checkpoint still holds its model, but a run cannot resume from it.
+        Half-written files are deleted too. `pinned` becomes what is kept.
         """
         sizes = {place: path.stat().st_size for place, path in self.places().items()}
         retained = set(table.items())

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext
 from fedgraft.core.client_memory import ClientMemory
+from fedgraft.core.device import Device
 from fedgraft.core.messages import Request, Response
 from fedgraft.engines.batched import Batched, batching_obstacle
 from fedgraft.engines.choice import Choice, Wanted, choose_engine
@@ -73,7 +74,7 @@ class Engines:
             return Batched(algorithm, context)
         if choice.mode == "in_process":
             return InProcess(algorithm, context)
-        pool = Pool(algorithm, context, choice.workers, self.setup.config.rounds.deadline)
+        pool = Pool(algorithm, context, choice.workers, self.setup.config.rounds.deadline, self.setup.devices.all)
         self._pools.add(pool)
         return pool
 
@@ -93,8 +94,10 @@ class Engines:
             work = math.inf
         else:
             work = self._work(algorithm, context)
-        on_cpu = network.head.weight.device.type == "cpu"
-        return choose_engine(wanted, config.workers, obstacle, work, on_cpu, self.setup.federation.per_round)
+        accelerators = 0
+        if not Device.of(network).is_host:
+            accelerators = len(self.setup.devices.all)
+        return choose_engine(wanted, config.workers, obstacle, work, accelerators, self.setup.federation.per_round)
 
     def _work(self, algorithm: Algorithm, context: ClientContext) -> float:
         """Return the least multiply-adds of a round: each image is multiplied with every weight behind its entry."""

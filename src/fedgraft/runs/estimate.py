@@ -31,6 +31,7 @@ from fedgraft.data.feature_cache import BLOCK, CachedExamples
 from fedgraft.data.pixels.on_demand import DecodedPixels
 from fedgraft.data.pixels.store import cache_dir
 from fedgraft.local.features import evaluate_batch
+from fedgraft.local.forward_memory import images_at_once
 from fedgraft.local.memory import one_thread
 from fedgraft.metrics.evaluate import EVALUATION_BATCH
 from fedgraft.runs.checkpoint import KEEP_BEST, KEEP_LAST
@@ -273,9 +274,9 @@ def _tensors_of(setup: RunSetup) -> list[Tensor]:
 
 
 def _evaluation_batch(setup: RunSetup) -> int:
-    """Return the number of images that are evaluated at once."""
+    """Return the number of images that are evaluated at once, from pixels."""
     measured = max(len(setup.evaluation_rows), len(setup.task.data.dataset.test.labels))
-    return min(EVALUATION_BATCH, measured)
+    return min(images_at_once(setup.task.network, 0, EVALUATION_BATCH), measured)
 
 
 def _vector_bytes(opened: OpenRun) -> int:

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from fedgraft.client.actions import action_named
 from fedgraft.core.capabilities import Capability
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.network_digest import digest
@@ -26,6 +27,7 @@ from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import EditSpace
 from fedgraft.edit.trainable import is_head
+from fedgraft.local.forward_memory import images_at_once
 from fedgraft.metrics.evaluate import Evaluation
 from fedgraft.metrics.scores import predicted_classes
 from fedgraft.runs.closed_form import client_class_sums, cof_heads, ncm_head
@@ -75,7 +77,8 @@ def install(network: Network, head: Tensor) -> None:
 def ridge_head(sums: Sums, penalty: float | None, scorer: HeadScorer) -> tuple[Tensor, float]:
     """Request the sum of the clients' statistics and return the ridge head (classes, width + 1) and its penalty.
 
-    `penalty` None: it is chosen by the scorer's accuracy.
+    `penalty` None: the largest of `GRID` whose accuracy is within one standard error of the best. The scorer measures
+    heads on validation images; where clients hold them it asks the clients.
     """
     statistics = sums.ask(action_named("statistics"))
     penalties = GRID if penalty is None else (penalty,)
@@ -251,11 +254,11 @@ def calibrate_temperature(head: Tensor, scorer: HeadScorer) -> Tensor:
 def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
     """Return the pooled features of these rows, (rows, width), on the CPU; the network is left in evaluation mode."""
     network.eval()
-    device = next(network.parameters()).device
+    device = Device.of(network)
     batches = []
-    for batch_rows in rows.split(512):
-        inputs = examples.batch(batch_rows).to(device)
-        batches.append(network.features(inputs, examples.entry).cpu())
+    for batch_rows in rows.split(images_at_once(network, examples.entry, 512)):
+        inputs = device.put(examples.batch(batch_rows))
+        batches.append(fetch(network.features(inputs, examples.entry)))
     return torch.cat(batches)
 
 
@@ -291,6 +294,7 @@ def _head_recipe(setup: RunSetup) -> list[str]:
     network = setup.task.network
     return [
         "with traffic, one error",
+        *Device.of(setup.task.network).cache_words(),
         setup.config.head,
         model_options,
         setup.config.data.model_dump_json(),

@@ -383,6 +383,9 @@ class _Run:
         self.log.append(line, tensors, updates=summary.digests, protection=protection_label(setup.algorithm))
         self.stop = _first_stop((callback, callback.on_round_end(line, new_state)) for callback in self.callbacks)
         self._note_unused(summary, line)
+        nonfinite = int(sum(line.get("clients", {}).get("nonfinite", ())))
+        if nonfinite:
+            log.warning("round %d: %d local steps had a loss or gradient that is not finite", line["round"], nonfinite)
         return new_state
 
     def _note_unused(self, summary: RoundSummary, line: Mapping[str, Any]) -> None:

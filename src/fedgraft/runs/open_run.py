@@ -20,6 +20,7 @@ from fedgraft.aggregate.slots import Answers
 from fedgraft.client.actions import action_named
 from fedgraft.client.context import ClientContext, shared_and_private
 from fedgraft.core.capabilities import Capability
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.messages import Request, Scalar
 from fedgraft.core.network_digest import digest
 from fedgraft.core.protocols import Examples
@@ -93,7 +94,7 @@ def open_run(
     algorithm = setup.algorithm
     weight = network.head.weight.detach()
     bias = network.head.bias.detach()[:, None]
-    head = torch.cat([weight, bias], 1).cpu().clone()
+    head = fetch(torch.cat([weight, bias], 1)).clone()
     ask = None
     if engines is not None:
         ask = FederationAsk(setup, engines)
@@ -237,6 +238,7 @@ def calibration_identity(setup: RunSetup) -> list[str]:
     task = setup.task
     return [
         digest(task.network),
+        *Device.of(task.network).cache_words(),
         *task.data.identity,
         task.transform.digest,
         str(setup.config.seed),
@@ -321,9 +323,9 @@ def norm_ratio(network: VisionNetwork, space: EditSpace, examples: Examples, row
     for trained in (body, space):
         bound = trained.bind(network)
         network.eval()
-        device = next(network.parameters()).device
-        logits = network(examples.batch(rows).to(device), examples.entry)
-        cross_entropy(logits, examples.labels[rows].to(device)).backward()
+        device = Device.of(network)
+        logits = network(device.put(examples.batch(rows)), examples.entry)
+        cross_entropy(logits, device.put(examples.labels[rows])).backward()
         norms.append(float(torch.linalg.vector_norm(bound.gradient())))
     if not norms[1] > 0:
         return 1.0

@@ -14,6 +14,7 @@ from fedgraft.client.actions import action_named
 from fedgraft.config.agreement import HEAD_ACTIONS
 from fedgraft.config.build import budget
 from fedgraft.config.load import Config
+from fedgraft.core.device import Device
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Payload, Response, wire_size
 from fedgraft.core.progress import phase
@@ -77,6 +78,7 @@ def plan_run(config: Config) -> list[str]:
         f"{steps * exchanges:,.0f} steps in all",
         f"bytes: {size(down)} down and {size(up)} up per client and round; {size(down * exchanges)} down and "
         f"{size(up * exchanges)} up in all{_head_bytes(setup)}",
+        _device_line(setup, engines, opened),
     ]
     estimate = estimate_run(setup, opened, engines)
     require_room(estimate, Path.cwd())
@@ -84,6 +86,18 @@ def plan_run(config: Config) -> list[str]:
     for warning in warnings_for(setup, opened, engines):
         lines.append(f"warning: {warning}")
     return lines
+
+
+def _device_line(setup: RunSetup, engines: Engines, opened: OpenRun) -> str:
+    """Return where the run computes: this process, and each worker."""
+    choice = engines.choice(setup.algorithm, opened.context)
+    line = f"device: {Device.of(setup.task.network).torch_device}"
+    if choice.mode != "pool":
+        return line
+    places = []
+    for number in range(choice.workers):
+        places.append(f"worker {number} on {setup.devices.of_worker(number)}")
+    return f"{line} for evaluation; {', '.join(places)}"
 
 
 def _estimate_lines(estimate: Estimate) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgraft.core.device import choose_devices
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Examples
 from fedgraft.data.examples import examples_of
@@ -189,7 +190,7 @@ def predictor(source: Path | str) -> Predictor:
             "name one of the two",
             path=str(folder),
         )
-    network = load_network(folder, None)
+    network = load_network(folder, None).place(choose_devices().first)
     labels = json.loads((folder / "config.json").read_text()).get("id2label", {})
     classes = [labels.get(str(index), f"class {index}") for index in range(network.classes)]
     transform = Transform(rule_for(network), (), tuple(network.mean), tuple(network.std))  # type: ignore[arg-type]

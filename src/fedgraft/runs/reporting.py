@@ -139,7 +139,11 @@ def note_of(start: float | None, best: Best, rounds: int, private: bool, images:
 
 
 def _hint(start: float, private: bool, images: int) -> str:
-    """Return a sentence on what may help where no round beat the start; arguments as in `note_of`."""
+    """Return a sentence on what may help where no round beat the start.
+
+    `start` is the accuracy of the initial model; `private`: the last round is delivered, not the best, as differential
+    privacy asks; `images` is the number of validation images, 0 where clients on other machines hold them.
+    """
     has_few_images = 0 < images < FEW
     if start == 1 and not private:
         subject = "these images:"

@@ -20,11 +20,12 @@ from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.context import ClientContext
 from fedgraft.client.policy import Policy
 from fedgraft.config.agreement import policies_of
-from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named
+from fedgraft.config.build import build_algorithm, build_federation, build_network
 from fedgraft.config.federate import federate
 from fedgraft.config.load import merge, validate
 from fedgraft.config.options import Config
 from fedgraft.core.capabilities import Capability
+from fedgraft.core.device import Device, Devices, choose_devices
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples
@@ -192,12 +193,20 @@ class RunSetup:
         """The clients of the first round."""
         return sample(self.federation, 0)
 
+    @cached_property
+    def devices(self) -> Devices:
+        """The devices that this command computes on: that of the network, and for workers all that were chosen."""
+        chosen = choose_devices(self.config.device)
+        network_device = Device.of(self.task.network).torch_device
+        if chosen.first.type == network_device.type:
+            return chosen
+        return Devices((network_device,))
+
     @property
     def threads(self) -> int:
         """Number of computations that this process may do side by side between rounds, each on one thread."""
         workers = self.config.workers
-        on_cpu = self.task.network.head.weight.device.type == "cpu"
-        if workers == 1 or torch.get_num_threads() > 1 or not on_cpu:
+        if workers == 1 or torch.get_num_threads() > 1 or not Device.of(self.task.network).is_host:
             return 1
         return workers or cores()
 
@@ -303,7 +312,7 @@ def parts_from_config(config: Config, data: FederatedData | None = None) -> RunP
         config = validate(merge(config.table, {"partition": {"clients": data.clients}}))
         algorithm = build_algorithm(config)
     with phase("loading the network"):
-        network = build_network(config, data.dataset).to(device_named(config.device))
+        network = build_network(config, data.dataset).place(choose_devices(config.device).first)
     algorithm.trainable.check(network)
     if config.rounds.keep_contributions and not _subtractable(algorithm):
         raise FedgraftError(

@@ -91,7 +91,10 @@ class Task:
         return entry
 
     def whole(self, examples: Examples, seed: int) -> ClientContext:
-        """Return a context in which clients work on `examples` with all weights, before the edit space is chosen."""
+        """Return the context of all clients, each with its own rows of `examples`, in which all weights can train.
+
+        It is for work before the edit space is chosen. `seed` is the run's.
+        """
         all_weights = select(self.network, lambda name: True)
         held_out = self.data.validation_rows
         return ClientContext(self.network, all_weights, examples, self.data.rows, seed, held=lambda client: held_out)

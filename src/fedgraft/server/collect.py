@@ -184,7 +184,10 @@ def _collect_sum(
     algorithm: Algorithm, federation: Federation, requests: list[Request], engine: Engine, context: ServerContext
 ) -> Collected:
     """Send the requests through the stages of a secure sum and return what was opened: the surviving clients' mean.
-    Without requests, and after an abort, nothing is opened.
+
+    Without requests, and after an abort, nothing is opened. New keys of clients, and clients that are barred from later
+    sums, are written into `context.example_counts`. `rounding` is the step of the sum's fixed-point numbers, where
+    noise must cover it.
     """
     outcome = SecureRound()
     if requests:
@@ -203,7 +206,8 @@ def _collect_sum(
         notes = {"aborted": True}
     no_answers = Answers((), torch.zeros(0, dtype=torch.float64), ())
     rounding = None
-    if algorithm.privacy.noise is not None:  # also without requests: no link depends on settings under privacy
+    # Also without requests: under differential privacy the segments do not depend on the settings of a request.
+    if algorithm.privacy.noise is not None:
         segments = secure_segments(algorithm, context.length, context.trained, {})
         rounding = algorithm.privacy.rounding(segments)
     return Collected(
@@ -353,6 +357,10 @@ def describe_clients(answers: Answers, collected: Collected, weights: Tensor, ad
             "weight": shares.tolist(),
         },
     }
+    for name in ("nonfinite", "retried"):  # steps of mixed precision or of a loss that went astray
+        numbers = [float(item.response.metrics.get(name, 0.0)) for item in collected.accepted]
+        if any(numbers):
+            record["clients"][name] = numbers
     alignment = {}
     for name in answers.scalars[0]:
         if name.startswith("alignment:"):

@@ -23,6 +23,7 @@ def sample(federation: Federation, round: int) -> list[int]:
     """Return the clients of this round, sorted; drawn from (seed or secret, round) alone, at the cost of the cohort.
 
     Excluded and absent clients are drawn all the same and then dropped, so the others' rounds do not depend on them.
+    `round` counts from 0; `takes_part` counts from 1.
     """
     cohort = []
     for client in _draw_cohort(federation, round):

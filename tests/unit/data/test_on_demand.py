@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tests.support.errors import raises
 
+from fedgraft.core.protocols import with_prefetch
+from fedgraft.data.examples import FeatureExamples, ImageExamples
 from fedgraft.data.pixels import on_demand, pixel_file
 from fedgraft.data.pixels.on_demand import DecodedPixels
 from fedgraft.data.pixels.originals import from_parquet
 from fedgraft.data.pixels.pixel_file import PixelFile
 from fedgraft.data.pixels.rule import PixelRule
 from fedgraft.data.pixels.store import store_of
+from fedgraft.data.pixels.transforms import Transform
 from fedgraft.data.sources.folder import folder
 
 RULE = PixelRule(16)
@@ -116,3 +121,32 @@ def test_a_large_store_is_read_by_rows_to_the_same_bytes(images: Path, monkeypat
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="cut off"):
         PixelFile(path)
+
+
+class _Recorded(ImageExamples):
+    """Images that note what is prepared and what is used."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.events: list[tuple[str, list[int]]] = []
+
+    def prefetch(self, rows: torch.Tensor) -> None:
+        self.events.append(("prepare", rows.tolist()))
+        super().prefetch(rows)
+
+    def batch(self, rows: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        self.events.append(("use", rows.tolist()))
+        return super().batch(rows, generator)
+
+
+def test_the_next_batch_is_prepared_before_the_present_one_is_used(images: Path) -> None:
+    store = folder(images, test_share=0.3).train.without_stored_pixels()
+    examples = _Recorded(store, Transform(RULE))
+    batches = list(torch.arange(6).split(2))
+    used = [examples.batch(rows) for rows in with_prefetch(examples, batches)]
+    plain = ImageExamples(store, Transform(RULE))
+    assert all(torch.equal(a, plain.batch(rows)) for a, rows in zip(used, batches, strict=True))
+    assert [name for name, _ in examples.events] == ["prepare", "prepare", "use", "prepare", "use", "use"]
+    assert [rows for name, rows in examples.events if name == "use"] == [[0, 1], [2, 3], [4, 5]]
+    no_images = FeatureExamples(torch.zeros(6, 2), torch.zeros(6, dtype=torch.int64), 1)
+    assert list(map(len, with_prefetch(no_images, batches))) == [2, 2, 2]

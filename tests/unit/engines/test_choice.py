@@ -20,23 +20,26 @@ from fedgraft.runs.loop import run
 NO = "the optimizer is adamw, not sgdm"
 MUCH = 1e12
 TABLE = [
-    # wanted, workers, obstacle, work, on cpu, clients -> mode, workers
-    (("auto", 0, None, 0.0, True, 10), ("batched", 1)),
-    (("auto", 3, None, 0.0, True, 10), ("batched", 1)),  # the number of workers never decides the bytes
-    (("auto", 0, NO, 0.0, True, 10), ("in_process", 1)),
-    (("auto", 2, NO, 0.0, True, 10), ("pool", 2)),
-    (("auto", 0, NO, MUCH, True, 10), ("pool", 4)),
-    (("auto", 0, NO, MUCH, True, 2), ("pool", 2)),  # no more workers than clients
-    (("auto", 0, NO, MUCH, True, 1), ("in_process", 1)),
-    (("auto", 1, NO, MUCH, True, 10), ("in_process", 1)),
-    (("auto", 0, NO, choice.WORTH / 2, True, 10), ("in_process", 1)),  # not worth a message
-    (("auto", 2, NO, choice.WORTH / 2, True, 10), ("pool", 2)),  # unless asked for
-    (("auto", 0, NO, MUCH, False, 10), ("in_process", 1)),  # a GPU is not shared by forks
-    (("reference", 0, None, 0.0, True, 10), ("in_process", 1)),
-    (("reference", 0, None, MUCH, True, 10), ("pool", 4)),
-    (("reference", 5, None, MUCH, True, 10), ("pool", 5)),
-    (("batched", 0, None, 0.0, True, 10), ("batched", 1)),
-    (("batched", 0, NO, MUCH, True, 10), ("batched", 1)),
+    # wanted, workers, obstacle, work, accelerators, clients -> mode, workers
+    (("auto", 0, None, 0.0, 0, 10), ("batched", 1)),
+    (("auto", 3, None, 0.0, 0, 10), ("batched", 1)),  # the number of workers never decides the bytes
+    (("auto", 0, NO, 0.0, 0, 10), ("in_process", 1)),
+    (("auto", 2, NO, 0.0, 0, 10), ("pool", 2)),
+    (("auto", 0, NO, MUCH, 0, 10), ("pool", 4)),
+    (("auto", 0, NO, MUCH, 0, 2), ("pool", 2)),  # no more workers than clients
+    (("auto", 0, NO, MUCH, 0, 1), ("in_process", 1)),
+    (("auto", 1, NO, MUCH, 0, 10), ("in_process", 1)),
+    (("auto", 0, NO, choice.WORTH / 2, 0, 10), ("in_process", 1)),  # not worth a message
+    (("auto", 2, NO, choice.WORTH / 2, 0, 10), ("pool", 2)),  # unless asked for
+    (("auto", 0, NO, MUCH, 1, 10), ("in_process", 1)),  # one process for one GPU
+    (("auto", 0, NO, MUCH, 2, 10), ("pool", 2)),  # and one for each of two
+    (("auto", 0, NO, MUCH, 2, 1), ("in_process", 1)),
+    (("auto", 3, NO, MUCH, 2, 10), ("pool", 3)),
+    (("reference", 0, None, 0.0, 0, 10), ("in_process", 1)),
+    (("reference", 0, None, MUCH, 0, 10), ("pool", 4)),
+    (("reference", 5, None, MUCH, 0, 10), ("pool", 5)),
+    (("batched", 0, None, 0.0, 0, 10), ("batched", 1)),
+    (("batched", 0, NO, MUCH, 0, 10), ("batched", 1)),
 ]
 
 

@@ -688,7 +688,7 @@ def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeyp
     from fedgraft.runs.checkpoint import load_latest
     from fedgraft.runs.loop import run
 
-    def play(server: Any, client: Any, nodes: int) -> None:
+    def play(server: Any, client: Any, nodes: int, gpus: float = 0.0) -> None:
         grid = FakeGrid({10 + k: AppNode(client, k) for k in range(nodes)}, Clock())  # type: ignore[misc]
         server(grid, Context(1, 0, {}, RecordDict(), {}))
 

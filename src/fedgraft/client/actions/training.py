@@ -31,7 +31,7 @@ def train_client(
     outcome = train_locally(request, algorithm, context, memory)
     trained = outcome.trained
     response = update_response(
-        request, algorithm, context, outcome.update, outcome.scalars, (trained.loss, trained.steps), outcome.memory
+        request, algorithm, context, outcome.update, outcome.scalars, trained.metrics, outcome.memory
     )
     return replace(response, sums=trained.closing.sums, evidence=outcome.evidence), outcome.memory
 
@@ -42,7 +42,7 @@ def update_response(
     context: ClientContext,
     update: Tensor,
     scalars: Mapping[str, float],
-    loss_and_steps: tuple[float, int],
+    metrics: Mapping[str, float],
     memory: dict[str, Tensor],
 ) -> Response:
     """Return the response to a training request, with the update encoded by the algorithm's codec.
@@ -50,7 +50,7 @@ def update_response(
     Args:
         update: the update, float32 (coordinates sent,).
         scalars: named numbers that weighting and aggregation use.
-        loss_and_steps: mean training loss and number of steps, for the record.
+        metrics: mean training loss and number of steps, for the record.
         memory: the client's new memory; a codec with error feedback stores in it, in place, what it did not send.
     """
     generator = torch_stream(context.seed, "encode", request.round, request.client)
@@ -59,9 +59,7 @@ def update_response(
     if not algorithm.privacy.weighs_examples:
         # Losses and numbers of examples are not part of the privacy account: a private client keeps them to itself.
         return replace(response, examples=0, metrics={})
-    loss, steps = loss_and_steps
-    examples = len(context.rows(request.client))
-    return replace(response, examples=examples, metrics={"loss": loss, "steps": float(steps)})
+    return replace(response, examples=len(context.rows(request.client)), metrics=metrics)
 
 
 def weighted_update(

@@ -13,6 +13,7 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.action import Action, RunPhase, sum_action
 from fedgraft.client.context import ClientContext, empty_response, model_vector
 from fedgraft.core.client_memory import ClientMemory
+from fedgraft.core.device import Device, fetch
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Network
@@ -80,11 +81,11 @@ def score_weights(request: Request, context: ClientContext) -> Scores:
     before = all_weights.gather(network)
     context.forget_binding()
     all_weights.scatter(model_vector(request), network)
-    device = next(network.parameters()).device
+    device = Device.of(network)
     batches = []
     for batch_rows in rows.split(int(settings["batch"])):
-        inputs = context.examples.batch(batch_rows).to(device)
-        labels = context.examples.labels[batch_rows].to(device)
+        inputs = device.put(context.examples.batch(batch_rows))
+        labels = device.put(context.examples.labels[batch_rows])
         batches.append((inputs, labels, context.examples.entry))
     estimate = ESTIMATORS[str(settings["estimator"])]
     scores = estimate(cast(nn.Module, network), batches, str(settings["labels"]), _named_weights(settings), generator)
@@ -131,16 +132,16 @@ def gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
     all_weights.scatter(model_vector(request), network)
     bound = select(network, lambda name: name in names, buffers=False).bind(network)
     network.eval()
-    device = next(network.parameters()).device
-    total = torch.zeros(bound.trained)
+    device = Device.of(network)
+    total = torch.zeros(bound.trained, device=device.torch_device)
     for batch_rows in rows.split(64):
-        inputs = context.examples.batch(batch_rows).to(device)
-        labels = context.examples.labels[batch_rows].to(device)
+        inputs = device.put(context.examples.batch(batch_rows))
+        labels = device.put(context.examples.labels[batch_rows])
         logits = network(inputs, context.examples.entry)
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-        total += bound.gradient().cpu()
+        total += bound.gradient()
     all_weights.scatter(before, network)
-    return {"gradient": total}
+    return {"gradient": fetch(total)}
 
 
 def _gradient_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:

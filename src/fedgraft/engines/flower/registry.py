@@ -187,7 +187,10 @@ class NodeRegistry:
                 self._enter(node, client, facts, "")
 
     def _owner(self, node: int, claimed: int) -> int | None:
-        """Return the client whose key this node proved to have; without keys, the one it claims to be."""
+        """Return the client whose key this node proved to have, None if it is not registered.
+
+        Where nodes have no keys, it is the client it claims to be. For an unknown node the server is asked for keys.
+        """
         if self.members is None:
             return claimed
         if node not in self._keys:  # it may have been registered since

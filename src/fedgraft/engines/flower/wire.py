@@ -50,8 +50,11 @@ def server_app(main: Callable[[Grid, Context], None]) -> ServerApp:
     return app
 
 
-def run_flower_simulation(server: ServerApp, client: ClientApp, nodes: int) -> None:
-    """Run both apps in Flower's simulation, with Ray workers of one core each instead of nodes."""
+def run_flower_simulation(server: ServerApp, client: ClientApp, nodes: int, gpus: float = 0.0) -> None:
+    """Run both apps in Flower's simulation, with Ray workers of one core each instead of nodes.
+
+    `gpus` is each worker's share of a GPU; Ray hides GPUs from workers that ask for none.
+    """
     from flwr.simulation import run_simulation
 
-    run_simulation(server, client, nodes, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}})
+    run_simulation(server, client, nodes, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": gpus}})

@@ -83,12 +83,17 @@ def weighted_segments(
     scalars: Mapping[str, float] | None = None,
     tail: tuple[int, float] = (0, 1.0),
 ) -> tuple[Segment, ...]:
-    """Return the layout of weight * update, the weight, unweighted vectors and weighted scalars.
+    """Return the layout of a client's summand: weight * update, the weight, unweighted vectors and weighted scalars.
 
-    `sums` maps the name of a vector to its length and limit, `scalars` the name of a number to its limit.
+    A limit is the largest absolute value of one number; larger ones are cut to it. Weights lie in [0, 1]: a client
+    divides its examples (or its own score) by the largest value allowed.
 
-    The last coordinates of an update may have a limit of their own (`tail`: length, limit). Weights lie in [0, 1]: a
-    client divides its examples (or its own score) by the largest value allowed.
+    Args:
+        length: coordinates of the update, without those of `tail`.
+        limit: their limit.
+        sums: length and limit of each unweighted vector by name.
+        scalars: limit of each weighted number by name.
+        tail: (length, limit) of the update's last coordinates, where these have a limit of their own.
     """
     segments = [Segment("update", length, limit)]
     tail_length, tail_limit = tail

@@ -1,0 +1,46 @@
+"""`fedgraft selftest`: a few minutes that say whether this machine's device computes what its CPU computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedgraft.cli.console import import_runtime
+from fedgraft.cli.overrides import DeviceName
+
+if TYPE_CHECKING:
+    from fedgraft.runs.selftest import Check
+
+
+def selftest(
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="write the result as JSON, to send back")] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="a check by its name; may be repeated")] = None,
+    device: DeviceName = None,
+) -> None:
+    """Train small federations on the CPU and twice on a device, and compare: every kind, a dozen algorithms, AMP."""
+    import_runtime()
+    from fedgraft.core.device_choice import AUTO
+    from fedgraft.runs.selftest import selftest as test_device
+
+    result = test_device(device or AUTO, only or (), _print_check)
+    facts = ", ".join(f"{name} {value}" for name, value in result.facts.items())
+    typer.echo(facts)
+    rates = ", ".join(f"{name} {value:,.0f}" for name, value in result.speed.items())
+    typer.echo(f"images per second of a tiny network: {rates}")
+    if out is not None:
+        out.write_text(json.dumps(result.as_table(), indent=2) + "\n")
+        typer.echo(f"written: {out}")
+    failed = [check.name for check in result.checks if not check.passed]
+    if failed:
+        typer.echo(f"fedgraft: {len(failed)} of {len(result.checks)} checks failed: {', '.join(failed)}", err=True)
+        raise typer.Exit(1)
+
+
+def _print_check(check: Check) -> None:
+    """Print the line of one check."""
+    verdict = "passed" if check.passed else "FAILED"
+    repeated = "the same twice" if check.repeats else "not the same twice"
+    typer.echo(f"{verdict}  {check.name:22} {check.difference:9.2e} from the CPU, {repeated}, {check.seconds:.1f} s")
