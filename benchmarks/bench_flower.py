@@ -171,7 +171,9 @@ def secure_rounds(federation: LocalFederation, clients: int, rounds: int, size: 
 
     folder = federation.folder / "secure"
     overrides = [f"partition.clients={clients}", "rounds.fraction=1.0", f"rounds.total={rounds + 2}", "data.limit=400"]
-    overrides += ["model.name=nano", "model.head=random", "trainable.kind=everything", "local.steps=1"]
+    frozen = 1 - size / 4 / 2_712_010  # of nano's weights
+    overrides += ["model.name=nano", "model.head=random", "trainable.kind=sparse", "trainable.sparse.strategy=random"]
+    overrides += [f"trainable.sparse.sparsity={frozen:.4f}", "trainable.head_too=false", "local.steps=1"]
     overrides += ["local.batch_size=1", "rounds.evaluate_every=0", "rounds.test=false", "personal.evaluate=never"]
     overrides += ["privacy.aggregation=secure", "engine=reference", "partition.kind=iid"]
     run = federation.submit(load(None, overrides), folder)

@@ -60,17 +60,12 @@ CASES = {
 }
 KINDS = {
     "send-node-heartbeat": "signs of life",
-    "get-run": "start of a run",
-    "get-fab": "start of a run",
-    "pull-object": "messages",
-    "push-object": "messages",
-    "push-messages": "messages",
-    "pull-messages": "messages",
-    "confirm-message-received": "messages",
+    "next": "messages",
+    "parts": "messages",
+    "answers": "messages",
 }
-_PATH = re.compile(rb"POST /v1/fleet/([a-z-]+) ")
-_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
-_EMPTY = 64  # bytes of an answer that brings no message
+_PATH = re.compile(rb"(?:POST|GET|PUT) /v1/(?:fleet|fedgraft)/([a-z-]+)")
+_EMPTY = b" 204 "  # status of a response that brings no message
 
 
 class Line:
@@ -113,7 +108,7 @@ class Line:
         """A request begins."""
         path = _PATH.match(text)
         name = path[1].decode() if path else ""
-        self.looks, self.answered, self.kind = name == "pull-messages", False, KINDS.get(name, "connecting")
+        self.looks, self.answered, self.kind = name == "next", False, KINDS.get(name, "connecting")
         self.counts["requests"] += 1
 
     def _back(self) -> None:
@@ -121,8 +116,7 @@ class Line:
             while text := self.far.recv(1 << 16):
                 with self.lock:
                     if not self.answered and self.looks:
-                        length = _LENGTH.search(text)
-                        self.kind = "looks for messages" if length and int(length[1]) < _EMPTY else "messages"
+                        self.kind = "looks for messages" if _EMPTY in text[:16] else "messages"
                     self.answered = True
                     self.tls.write(text)
                     self._flush()

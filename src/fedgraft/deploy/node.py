@@ -32,7 +32,7 @@ from fedgraft.config.load import Config
 from fedgraft.core.client_memory import ClientMemory, never_goes_back
 from fedgraft.core.device_choice import AUTO
 from fedgraft.core.errors import FedgraftError, Refused
-from fedgraft.core.messages import BadMessage, Request, as_bytes, pack, unpack
+from fedgraft.core.messages import BadMessage, Request, pack, unpack
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.deploy import preflight
 from fedgraft.deploy.deployed import OwnData, own_data, parse_config
@@ -41,7 +41,6 @@ from fedgraft.deploy.slots import DiskSlots, load_memory
 from fedgraft.deploy.work_store import WorkStore
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, serve, without_path
 from fedgraft.local.memory import keep_freed_memory
-from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.runs.head_init import install
 from fedgraft.runs.open_run import OpenRun, open_run
 from fedgraft.runs.saving import saved_edit
@@ -315,18 +314,10 @@ class NodeWorker:
             return WorkerResponse(preflight.answer_preflight(worker_request, request))
         if not worker_request.request:
             return self._answer_greeting(worker_request)
-        work = answer_store(worker_request)
-        if work is not None:
-            kept = load_answer(work)
-            if kept is not None:  # the very same request, under the same rules: the very same bytes
-                return kept
         try:
             if slots is None:
                 slots = DiskSlots(worker_request)
-            answer = self._run(worker_request).answer(worker_request, slots)
-            if work is not None and answer.response:
-                keep_answer(work, answer)
-            return answer
+            return self._run(worker_request).answer(worker_request, slots)
         except BaseException:
             self.runs.pop(run_key(worker_request), None)  # an interrupted request may leave the network in any state
             raise
@@ -350,38 +341,6 @@ class NodeWorker:
                 del self.runs[oldest]
             self.runs[key] = NodeRun(worker_request)
         return self.runs[key]
-
-
-_ANSWER_FILE = "answer"
-
-
-def answer_store(worker_request: WorkerRequest) -> WorkStore | None:
-    """Return where the answer to a request of training is kept; None for others, and without a key to encrypt it.
-
-    Stages of a secure sum have a ledger of their own for questions that come again.
-    """
-    state = NodeState.from_environment()
-    if state is None or worker_request.task:
-        return None
-    try:
-        if unpack(Request, worker_request.request).action != "train":
-            return None
-    except BadMessage:
-        return None
-    return state.work_store(worker_request)
-
-
-def load_answer(work: WorkStore) -> WorkerResponse | None:
-    """Return the answer that this node gave to the very same request; None if it gave none or another since."""
-    kept = work.load(_ANSWER_FILE)
-    if kept is None:
-        return None
-    return WorkerResponse(as_bytes(kept["response"]), int(kept["step"]))
-
-
-def keep_answer(work: WorkStore, answer: WorkerResponse) -> None:
-    """Keep an answer in place of the last one."""
-    work.save(_ANSWER_FILE, {"response": as_tensor(answer.response), "step": torch.tensor([answer.step])})
 
 
 def greeting_facts(worker_request: WorkerRequest) -> dict[str, object]:

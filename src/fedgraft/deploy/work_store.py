@@ -1,9 +1,7 @@
-"""What a node keeps of unfinished and of delivered work, beside its key, encrypted under it.
+"""What a node keeps of unfinished work, beside its key, encrypted under it.
 
-`NAME.home/work` holds the progress of the training under way, by purpose, and the last answer to a request of
-training. A node that was killed continues there, and a server that asks the very same again, because the answer or its
-own memory was lost, gets the very same bytes without new work. The key follows from the node's private key; a file that
-is damaged, or of another request or policy, counts as missing.
+`NAME.home/work` holds the progress of the training under way, by purpose. A node that was killed continues there. The
+key follows from the node's private key; a file that is damaged, or of another request or policy, counts as missing.
 """
 
 from __future__ import annotations

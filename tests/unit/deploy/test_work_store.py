@@ -12,8 +12,7 @@ from tests.support.machines import Machines
 from tests.support.tiny import Open, tiny
 
 from fedgraft.config.load import to_toml
-from fedgraft.core.messages import Request, Response, pack, unpack
-from fedgraft.deploy import node as node_module
+from fedgraft.core.messages import Request, pack
 from fedgraft.deploy import work_store
 from fedgraft.deploy.keys import make_node_key
 from fedgraft.deploy.node import NodeWorker
@@ -21,7 +20,7 @@ from fedgraft.deploy.process import NODE_STATE_VARIABLE
 from fedgraft.deploy.work_store import StoredProgress, WorkStore, work_name
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
 
-TENSORS = {"values": torch.arange(1000, dtype=torch.float32)}
+TENSORS = {"values": torch.arange(1000, dtype=torch.float32), "numbers": torch.zeros(3)}
 
 
 @pytest.fixture
@@ -134,28 +133,3 @@ def test_a_killed_worker_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytes
     assert answer.response == whole.response
     assert (steps[0] == 12 + 3) == kept  # each death repeats the saving before its step, and nothing else
     assert not list((machines.home(0) / "work").glob("progress-*"))
-
-
-@pytest.mark.slow
-def test_the_same_request_again_gets_the_same_bytes_without_new_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also under another number of the run, after a restart; not under other rules of the owner."""
-    config = tiny("model.head=random", "trainable.kind=everything")
-    machines = Machines(config, tmp_path / "run", tmp_path, monkeypatch)
-    monkeypatch.setenv(NODE_STATE_VARIABLE, str(machines.home(0)))
-    request = training_request(machines, Open(config))
-    first = NodeWorker().carry_out(request, {})
-    assert unpack(Response, first.response).client == 0
-
-    def works(*arguments: object) -> None:
-        raise AssertionError("it works again")
-
-    monkeypatch.setattr(node_module, "handle_or_refuse", works)
-    again = NodeWorker().carry_out(replace(request, run=99, opened=b""), {})
-    assert (again.response, again.step) == (first.response, first.step)
-    lines = (machines.home(0) / "audit.jsonl").read_text().count('"response"')
-    assert lines == 2  # whatever leaves is on record
-    (machines.home(0).parent / "policy.toml").write_text("rounds_per_day = 5\n")
-    with pytest.raises(AssertionError):
-        NodeWorker().carry_out(request, {})
