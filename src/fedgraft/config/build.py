@@ -18,6 +18,7 @@ from fedgraft.core.registry import ALGORITHMS, LOSSES, TRAINABLES
 from fedgraft.core.state import Federation
 from fedgraft.data.sources.assemble import Dataset
 from fedgraft.data.sources.features import FeatureStore
+from fedgraft.edit import dense, low_rank, sparse  # noqa: F401 - each writes its kinds into TRAINABLES
 from fedgraft.edit.trainable import Trainable
 from fedgraft.local.optimizers import Optimizer, adamw, sgdm
 from fedgraft.local.schedules import SCHEDULES, Schedule, warmed
