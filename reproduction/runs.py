@@ -105,13 +105,14 @@ def _run(todo: Mapping[Key, tuple[str, Config]], root: Path, processes: int, rep
 
 def check(config: Config) -> None:
     """Open device, data and network once, so that what is wrong with them is said once and not by every run."""
-    from fedgraft.config.build import build_network, device_named
+    from fedgraft.config.build import build_network
     from fedgraft.config.federate import open_data
+    from fedgraft.core.device import choose_devices
 
     needed = "device"
     hint = "the scale paper is for a GPU"
     try:
-        device_named(config.device)
+        choose_devices(config.device)
         needed = "data"
         hint = "--data says where it is"
         data = open_data(config)

@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 STORE = ROOT / "runs" / "reliability"
 PAGE = ROOT / "docs" / "reliability.md"
-OVER_FLOWER = "## Over real Flower"
+OVER_PROCESSES = "## Over real processes"
 
 NOTES = """
 ## How to read them
@@ -124,9 +124,9 @@ def page(store: Path, checks: Mapping[str, Check], before: str = "") -> str:
 
 def _by_hand(old: Sequence[str]) -> list[str]:
     """The section that no check writes: what was seen of `make test-deploy`."""
-    if OVER_FLOWER not in old:
+    if OVER_PROCESSES not in old:
         return []
-    rest = old[old.index(OVER_FLOWER) :]
+    rest = old[old.index(OVER_PROCESSES) :]
     end = next((i for i, line in enumerate(rest[1:], 1) if line.startswith("## ")), len(rest))
     return ["", *rest[: end - 1]]
 

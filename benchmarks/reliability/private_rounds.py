@@ -26,7 +26,9 @@ from fedgraft.client.policy import Policy
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.state import Federation, ServerState
+from fedgraft.local.corrections import Closing
 from fedgraft.local.schedules import constant_rate
+from fedgraft.local.train import Trained
 from fedgraft.privacy import protection
 from fedgraft.privacy.dp import Mechanism, clip, sensitivity
 from fedgraft.server.collect import ServerContext, collect
@@ -85,7 +87,7 @@ class Clients:
     def _fit(self, request: Request, algorithm: Algorithm, context: Any, bound: Any, *rest: Any) -> Any:
         assert request.vector is not None
         bound.values = request.vector + self.updates[request.client]
-        return SimpleNamespace(closing=SimpleNamespace(memory={}, sums={}), effective_steps=1.0, loss=0.0, steps=1)
+        return Trained({}, 0.0, 1, 1.0, Closing({}, {}))
 
 
 def released(

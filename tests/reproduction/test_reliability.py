@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.reliability.__main__ import CHECKS  # noqa: E402
-from benchmarks.reliability.outcome import OVER_FLOWER, PAGE, Outcome, keep, kept, page, share  # noqa: E402
+from benchmarks.reliability.outcome import OVER_PROCESSES, PAGE, Outcome, keep, kept, page, share  # noqa: E402
 
 SCALES = {"view": 0.02, "hostile": 0.01, "thousand": 0.06, "malformed": 0.001}
 SLOW = {"damaged": 0.02, "cost": 0.1, "accounts": 0.004, "noise": 0.02}
@@ -126,8 +126,8 @@ def test_a_run_that_is_too_short_is_not_called_good(tmp_path: Path) -> None:
 
 def test_a_page_drawn_again_keeps_every_row_and_what_was_written_by_hand(tmp_path: Path) -> None:
     before = PAGE.read_text()
-    assert OVER_FLOWER in before and page(tmp_path, CHECKS, before) == before
-    assert OVER_FLOWER not in page(tmp_path, CHECKS)
+    assert OVER_PROCESSES in before and page(tmp_path, CHECKS, before) == before
+    assert OVER_PROCESSES not in page(tmp_path, CHECKS)
 
 
 def test_counts_shrink_with_the_scale() -> None:

@@ -369,7 +369,7 @@ def test_a_reproduction_runs_once_and_writes_everything(tmp_path: Path, monkeypa
     def refuse(*ignored: object) -> None:
         raise AssertionError("a finished run was repeated")
 
-    monkeypatch.setattr("fedgraft.consortium.sweep.carry_out", refuse)
+    monkeypatch.setattr("fedgraft.consortium.sweep.run_cell", refuse)
     again = Work("other", made.preset, "tiny", made.seeds, made.runs, 0, report=lambda text: None)
     reproduce.reproduce(again)  # another preset that needs the same runs
     more = Work("other", made.preset, "tiny", (*made.seeds, 3), made.runs, 0, report=lambda text: None)
@@ -386,7 +386,7 @@ def test_what_is_only_read_runs_nothing_and_shows_what_there_is(
     def refuse(*ignored: object) -> None:
         raise AssertionError("something was run")
 
-    monkeypatch.setattr("fedgraft.consortium.sweep.carry_out", refuse)
+    monkeypatch.setattr("fedgraft.consortium.sweep.run_cell", refuse)
     found = reproduce.reproduce(replace(made, seeds=(1, 2), read=True))
     assert found.measured("small", "test")[1] is not None and found.measured("small", "test")[2] is None
     with pytest.raises(AssertionError, match="something was run"):

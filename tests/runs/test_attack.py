@@ -102,7 +102,7 @@ def test_a_benign_cell_is_the_run_of_the_same_config(tmp_path: Path) -> None:
 def test_a_table_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in a round, and between a run's end and its measurement: the same table, and nothing begun again."""
     whole = table(tmp_path / "a", config(), ["sign_flip"], ["median"])
-    measure, calls = attacked.outcome, list[int]()
+    measure, calls = attacked.measure_attacked, list[int]()
 
     def killed(*made: Any) -> dict[str, float | None]:
         calls.append(1)
@@ -110,7 +110,7 @@ def test_a_table_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
             raise KeyboardInterrupt
         return measure(*made)
 
-    monkeypatch.setattr(attacked, "outcome", killed)
+    monkeypatch.setattr(attacked, "measure_attacked", killed)
     with pytest.raises(KeyboardInterrupt):
         table(tmp_path / "b", config(), ["sign_flip"], ["median"])
     assert len(list((tmp_path / "b").rglob(OUTCOME))) == 1

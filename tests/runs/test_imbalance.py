@@ -29,7 +29,8 @@ def test_weights_are_those_of_scikit_learn_and_absent_classes_weigh_nothing() ->
 def test_the_loss_is_torchs_weighted_cross_entropy_by_own_or_federation_counts() -> None:
     logits = torch.randn(7, 5, generator=torch_stream(0, "logits"))
     whole = torch.tensor([10.0, 10, 10, 10, 60])
-    context = LossContext(None, LABELS, 5, federation=whole)  # type: ignore[arg-type]
+    network = torch.nn.Linear(1, 1)  # says which device the counts are on
+    context = LossContext(network, LABELS, 5, federation=whole)  # type: ignore[arg-type]
     for kind, counts in (("own", context.counts), ("federation", whole)):
         value = cross_entropy(class_weights=kind).begin(context)(lambda x, entry: x, logits, LABELS, 0)  # type: ignore[arg-type]
         assert torch.equal(value, reference(logits, LABELS, balancing(counts)))

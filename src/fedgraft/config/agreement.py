@@ -169,11 +169,16 @@ def _number_of_queries(config: Config, sums: int) -> int:
 
 
 def _smallest_cohort(config: Config, algorithm: Algorithm) -> int:
-    """Return the fewest clients in a secure sum: two thirds of a cohort of fixed size; 2 if its size is random."""
+    """Return the fewest clients in a secure sum: two thirds of a cohort of fixed size; 2 if its size is random.
+
+    Where the head is made from the sums of some clients (`model.head_clients`), these may be fewer than a round's.
+    """
     has_fixed_size = config.rounds.sampling == "fixed" or per_round(config) == config.partition.clients
     if not has_fixed_size or not algorithm.privacy.collects_sum:
         return 2
-    return max(2, (2 * per_round(config) + 2) // 3)
+    head_clients = round(config.model.head_clients * config.partition.clients)
+    smallest = min(per_round(config), head_clients)
+    return max(2, (2 * smallest + 2) // 3)
 
 
 def _smallest_threshold(config: Config, algorithm: Algorithm) -> float:
