@@ -38,7 +38,7 @@ from fedgraft.core.device_choice import AUTO
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.core.files import read_metrics
 from fedgraft.core.rng import derive
-from fedgraft.core.store import write_text
+from fedgraft.core.store import write_cached
 
 _REPEATS = 200  # known proposals in a row after which a search counts as exhausted
 _STARTUP = 6  # settings drawn at random before an Optuna search learns from them
@@ -464,8 +464,7 @@ def write_plan(plan: SearchPlan, root: Path) -> None:
         "stop_diverged": plan.stop_diverged,
         "central": plan.central,
     }
-    root.mkdir(parents=True, exist_ok=True)
-    write_text(root / PLAN_FILE, json.dumps(table, indent=1))
+    write_cached(root / PLAN_FILE, [json.dumps(table, indent=1).encode()])  # several machines may write it at once
 
 
 def joined_plan(root: Path) -> SearchPlan:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from fedgraft.core.store import write_text
+from fedgraft.core.store import write_cached
 from fedgraft.metrics import statistics
 
 if TYPE_CHECKING:
@@ -72,11 +72,14 @@ def write_search_tables(trials: Sequence[Trial], root: Path) -> None:
     run_rows = []
     for trial in trials:
         run_rows += _run_rows(trial)
-    root.mkdir(parents=True, exist_ok=True)
-    write_text(root / "table.md", statistics.markdown_table(header, cells) + "\n")
-    write_text(root / "table.tex", statistics.latex_table(header, cells))
-    write_text(root / "table.csv", as_csv(table))
-    write_text(root / "runs.csv", as_csv(run_rows))
+    texts = {
+        "table.md": statistics.markdown_table(header, cells) + "\n",
+        "table.tex": statistics.latex_table(header, cells),
+        "table.csv": as_csv(table),
+        "runs.csv": as_csv(run_rows),
+    }
+    for name, text in texts.items():
+        write_cached(root / name, [text.encode()])  # machines that share a sweep may write them at once
 
 
 def _run_rows(trial: Trial) -> list[dict[str, object]]:

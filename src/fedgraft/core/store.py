@@ -12,6 +12,8 @@ import fcntl
 import hashlib
 import logging
 import os
+import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -77,14 +79,14 @@ def replacing(path: Path, mode: int = 0o666, *, durable: bool = True, shared: bo
     Args:
         mode: permissions of the new file.
         durable: the bytes and the name are on the disk when the block ends.
-        shared: several processes may write the same file at once; the last wins. Without it the temporary file has one
-            name, so that what a kill leaves behind is overwritten by the next attempt.
+        shared: several threads, processes or machines may write the same file at once; the last wins. Without it the
+            temporary file has one name, so that what a kill leaves behind is overwritten by the next attempt.
 
     An error or an interrupt leaves the old file as it was and nothing beside it.
     """
     suffix = ".tmp"
     if shared:
-        suffix = f".{os.getpid()}.tmp"
+        suffix = f".{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}.tmp"
     temporary = path.with_name(f".{path.name}{suffix}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
