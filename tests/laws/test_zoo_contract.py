@@ -35,6 +35,7 @@ from fedgraft.core.state import ServerState, from_tensors, to_tensors
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.dense import head, last_blocks
 from fedgraft.edit.lora import merge_lora
+from fedgraft.edit.lora_aggregate import LoraAggregation
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
 from fedgraft.edit.trainable import RoundRobinMasks
@@ -51,11 +52,12 @@ from fedgraft.server import round as round_module
 from fedgraft.server.example_counts import ExampleCounts
 
 LOCAL = LocalTraining(steps=2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.01))
+LORA_ALGORITHMS = ("fedsa_lora", "flasc", "rolora", "la_lora", "lora_fair", "fedrpca")
 SMALL: dict[str, dict[str, Any]] = {  # numbers that fit a toy: few examples, narrow layers
     "fedalign": {"keep": 3, "top": 3, "probe": 64},
     "fedshibu": {"samples": 12},
     "fedavg_crsm": {"samples": 12},
-    **{name: {"trainable": LowRank(2, 4.0, ("1",))} for name in ("fedsa_lora", "flasc")},
+    **{name: {"trainable": LowRank(2, 4.0, ("1",))} for name in LORA_ALGORITHMS},
     "fedsb": {"trainable": LowRank(4, 4.0, ("1",), core_from="weights")},
     "flexlora": {"trainable": LowRank(2, 4.0, ("1",)), "ranks": (1, 2)},
     "fedadam": {"server_lr": 0.05},
@@ -675,9 +677,9 @@ def same_vector(ours: Algorithm, theirs: Algorithm) -> None:
     assert torch.equal(run(ours).state.vector, run(theirs).state.vector)
 
 
-def lora() -> Algorithm:
-    """Plain averaging of the same low-rank factors."""
-    return named("fedavg", trainable=LowRank(2, 4.0, ("1",)))()
+def lora(aggregate: LoraAggregation = "mean") -> Algorithm:
+    """Plain averaging of the same low-rank factors, or another rule."""
+    return named("fedavg", trainable=LowRank(2, 4.0, ("1",), aggregate=aggregate))()
 
 
 def fedsb_at_full_rank_trains_as_the_dense_layers() -> None:
@@ -719,6 +721,33 @@ def ifca_finds_the_two_kinds_of_clients() -> None:
 
 FULL: dict[str, Any] = {"clients": 5, "per_round": 5}
 HUGE: dict[str, Any] = {"server_lr": 1e6, "tau": 1e6, "beta1": 0.0}
+
+
+def la_lora_of_one_step_is_the_first_round_of_rolora() -> None:
+    """Both train B and the head while A rests."""
+    one_step = replace(LOCAL, steps=1)
+    first = run(named("la_lora", local=one_step)(), 1).state.vector
+    assert torch.equal(first, run(named("rolora", local=one_step)(), 1).state.vector)
+    assert not torch.equal(first, run(vary(lora(), steps=1), 1).state.vector)
+
+
+def lora_fair_with_a_huge_penalty_is_lora() -> None:
+    fair = run(named("lora_fair", penalty=1e12)()).state.vector
+    torch.testing.assert_close(fair, run(lora()).state.vector, rtol=1e-6, atol=1e-7)
+
+
+def fedrpca_of_scale_one_is_lora() -> None:
+    torch.testing.assert_close(
+        run(named("fedrpca", scale=1.0)()).state.vector, run(lora()).state.vector, rtol=1e-6, atol=1e-7
+    )
+
+
+def fedova_of_one_client_is_its_own_training() -> None:
+    alone = sgd_alone(named("fedova")(), 0, 3)
+    assert torch.equal(run(named("fedova")(), clients=1, per_round=1).state.vector, alone)
+    assert not torch.equal(alone, sgd_alone(named("fedavg")(), 0, 3))
+
+
 DEGENERATE: dict[str, list[Callable[[], None]]] = {
     "fedavg": [fedavg_of_one_is_plain_training],
     "fedsgd": [fedsgd_is_one_gradient_step],
@@ -758,7 +787,14 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
     "fedsb": [fedsb_at_full_rank_trains_as_the_dense_layers],
     "flexlora": [flexlora_of_one_client_is_its_own_training],  # against the dense product: test_low_rank_rules.py
     "flasc": [lambda: same_vector(named("flasc", down=1.0, up=1.0)(), lora())],
+    "rolora": [lambda: same_vector(named("rolora")(), lora(aggregate="alternate"))],
+    "la_lora": [la_lora_of_one_step_is_the_first_round_of_rolora],
+    "lora_fair": [lora_fair_with_a_huge_penalty_is_lora],
+    "fedrpca": [fedrpca_of_scale_one_is_lora],
+    "ssfl": [equal_to_fedavg(named("ssfl"))],  # the toy's mask is the whole network; its choice: tests/references
     "fedawa": [equal_to_fedavg(named("fedawa", steps=0))],
+    "feddisco": [equal_to_fedavg(named("feddisco", a=0.0, b=0.0))],
+    "fedova": [fedova_of_one_client_is_its_own_training],
     "fedties": [
         close_to_fedavg(named("fedties", share=1.0), clients=1, per_round=1),  # TIES of one
     ],
@@ -772,7 +808,7 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
     ],
     **{  # were they trained, they would be FedAvg of the head; what they are is in tests/unit/runs/test_closed_form.py
         name: [equal_to_fedavg(lambda: vary(named("fedavg")(), trainable=head()), name)]
-        for name in ("fed3r", "fedprobe", "fedncm", "fedcof")
+        for name in ("fed3r", "fedprobe", "fedncm", "fedcof", "fedlda")
     },
     "ditto": [ditto_leaves_the_common_model_alone],
     "central": [central_is_torch_training],

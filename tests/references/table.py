@@ -118,6 +118,13 @@ DEVIATIONS: Mapping[str, str] = {
     "scaffold": "under local momentum the divisor is the optimizer's displacement, not J η; uniform weights",
     "fedlc": "the smallest margin is taken off; a class the client lacks counts as 1e-8 images",
     "moon": "contrast of pooled features, no projection head; none in a client's first round",
+    "fedova": "one stage; the paper trains in two",
+    "feddisco": "shares of the examples among those who answered; by examples if no weight is left",
+    "la_lora": "no filter: noise is on the sum, not on each gradient",
+    "lora_fair": "squared distance in closed form, not a cosine by gradient steps",
+    "fedrpca": "the default scale is the inverse of the sparse part's share of the norm",
+    "ssfl": "weights outside the mask keep their pretrained value",
+    "fedlda": "a shrunk covariance; shrinkage and temperature chosen on validation",
     "fedalign": "the paired, closed-form SVCCA on a fixed probe",
     "fedawa": "plain gradient steps from the examples' weights, each round anew",
     "fedties": "on the updates of one round",
@@ -391,6 +398,19 @@ def merging_rows() -> list[Row]:
             {"freeze": None},
         ),
         Row("fedalign", merging.fedalign, {**layers, "gamma": 4.0, "align": "random"}, {"align": "client"}),
+        Row("feddisco", averaging.feddisco, {"a": 0.5, "b": 0.1}, {"a": 0.4}),
+        Row("feddisco", averaging.feddisco, {"a": 0.9, "b": 0.2}, {"b": 0.1}),
+        Row("fedova", averaging.fedova, wrong={"softmax": True}),
+        Row("fedova", averaging.fedova, {"positives": "own"}, {"positives": None}),
+        Row("fedova", averaging.fedova, {"positives": "federation"}, {"positives": "own"}),
+        Row(
+            "fedova",
+            averaging.fedova,
+            label="label smoothing 0.2",
+            slots=lambda: {"loss": fg.cross_entropy(0.2)},
+            plain={"label_smoothing": 0.2},
+            wrong={"label_smoothing": 0.0},
+        ),
         Row("fedawa", merging.fedawa, {"steps": 1, "rate": 1.0}, {"rate": 0.9}),
         Row("fedawa", merging.fedawa, {"steps": 2, "rate": 0.7}, {"steps": 1}),
         Row("fedties", merging.fedties, {"share": 0.3}, {"share": 0.2}),
@@ -506,6 +526,12 @@ def low_rank_rows() -> list[Row]:
     def factors(aggregate: str = "mean") -> Callable[[], dict[str, Any]]:
         return lambda: {"trainable": fg.lora(2, 4.0, ("1",), aggregate=aggregate)}  # type: ignore[arg-type]
 
+    # Far enough that the clients' factors differ by more than rounding.
+    far = Arrangement(schedule=schedules.constant_rate(10 * RATE), rates=(10 * RATE,) * ROUNDS)
+
+    def by_rule(aggregate: str, **more: Any) -> dict[str, Any]:
+        return {**scaling, "aggregate": aggregate, **more}
+
     rows = []
     other = {"mean": "residual", "frozen_a": "mean", "alternate": "mean", "stack": "residual", "residual": "mean"}
     for aggregate, wrong in other.items():
@@ -555,6 +581,38 @@ def low_rank_rows() -> list[Row]:
             plain={**scaling, "core_from": "gradient"},
             wrong={"core_from": "weights"},
         ),
+        Row(
+            "rolora",
+            low_rank.lora,
+            slots=factors(),
+            plain={**scaling, "aggregate": "alternate"},
+            wrong={"aggregate": "mean"},
+        ),
+        Row(
+            "la_lora",
+            low_rank.lora,
+            slots=factors(),
+            plain={**scaling, "aggregate": "mean", "in_turn": True},
+            wrong={"in_turn": False},
+        ),
+        Row(
+            "lora_fair",
+            low_rank.lora,
+            {"penalty": 0.2},
+            {"penalty": 0.25},
+            arrangement=far,
+            slots=factors(),
+            plain={**scaling, "aggregate": "fair"},
+        ),
+        Row("fedrpca", low_rank.lora, wrong={"scale": 1.0}, slots=factors(), plain={**scaling, "aggregate": "rpca"}),
+        Row(
+            "fedrpca",
+            low_rank.lora,
+            {"scale": 2.0},
+            {"scale": 2.2},
+            slots=factors(),
+            plain={**scaling, "aggregate": "rpca"},
+        ),
         Row("flasc", low_rank.flasc, {"down": 0.3, "up": 0.25}, {"up": 0.3}, slots=factors(), plain=scaling),
     ]
     return rows
@@ -572,6 +630,7 @@ def sparse_rows() -> list[Row]:
         ("most_sensitive", {"labels": "true", "per_client": True}, {"per_client": False}),
     ]
     rows = []
+    rows.append(Row("ssfl", sparse.ssfl, {"sparsity": 0.6}, {"strategy": "highest_magnitude"}))
     for strategy, options, wrong in chosen:
         calibration = "oneshot"
         if "rounds" in options:
@@ -600,6 +659,8 @@ def whole_run_rows() -> list[Row]:
         Row("fedncm", closed_form.fedncm, wrong={"normalised": False}),
         Row("fedcof", closed_form.fedcof, wrong={"covariances": "pooled"}),
         Row("fedcof", closed_form.fedcof, {"ridge": 0.1}, {"ridge": 0.11}),
+        Row("fedlda", closed_form.fedlda, wrong={"covariance": "total"}),
+        Row("fedlda", closed_form.fedlda, {"ridge": 0.1}, {"ridge": 0.11}),
     ]
     rows.append(
         Row(

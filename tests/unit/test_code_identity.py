@@ -190,3 +190,13 @@ def test_the_code_of_ones_own_layers_counts() -> None:
     assert module_code(layer(forward="+ self.factor")) != before
     assert module_code(nn.Sequential(nn.Linear(3, 3))) == ""
     assert digest(layer()) != digest(layer(forward="+ self.factor"))  # type: ignore[arg-type]
+
+
+def test_packages_that_an_environment_borrows_are_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual environment may take packages of another one, so that they lie outside its own folders."""
+    from fedgraft.core import code_identity
+
+    monkeypatch.setattr(code_identity, "_PATHS", ("/nowhere",))
+    assert code_identity._origin(torch.nn.Linear) == "library"
+    monkeypatch.setattr(code_identity, "_PACKAGE_FOLDERS", frozenset())
+    assert code_identity._origin(torch.nn.Linear) == "user"

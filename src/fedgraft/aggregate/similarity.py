@@ -347,6 +347,18 @@ def counted_examples(
     return (examples.to(torch.float64) * factors).clamp(max=cap or math.inf)
 
 
+def discrepancy_weights(examples: Tensor, distances: Tensor, a: float, b: float) -> Tensor:
+    """Return FedDisco's weights max(0, p_k - a d_k + b), float64 (m,), p_k the share of the examples.
+
+    `distances` are the d_k, (m,). If no client has any weight left, the weights are the examples.
+    """
+    share = examples.to(torch.float64) / examples.sum()
+    weights = (share - a * distances + b).clamp(min=0)
+    if not float(weights.sum()) > 0:
+        return examples.to(torch.float64)
+    return weights
+
+
 def alignment_weights(
     examples: Tensor, scores: Tensor, gamma: float = 1.0, null: Tensor | float = 0.0, cap: float | None = None
 ) -> Alignment:

@@ -18,14 +18,15 @@ from fedgraft.algorithms.averaging import (
     fedgma,
     fedlc,
     fednova,
+    fedova,
     fedprox,
     fedsgd,
     fedyogi,
     moon,
     scaffold,
 )
-from fedgraft.algorithms.closed_form_heads import fed3r, fedcof, fedncm, fedprobe
-from fedgraft.algorithms.low_rank import fedsa_lora, fedsb, flasc, flexlora
+from fedgraft.algorithms.closed_form_heads import fed3r, fedcof, fedlda, fedncm, fedprobe
+from fedgraft.algorithms.low_rank import fedrpca, fedsa_lora, fedsb, flasc, flexlora, la_lora, lora_fair, rolora
 from fedgraft.algorithms.personalized import (
     ditto,
     fedala,
@@ -38,7 +39,8 @@ from fedgraft.algorithms.personalized import (
     ifca,
     local_only,
 )
-from fedgraft.algorithms.weighted import fedalign, fedawa, feddare, fedfisher, fedties
+from fedgraft.algorithms.sparse import ssfl
+from fedgraft.algorithms.weighted import fedalign, fedawa, feddare, feddisco, fedfisher, fedties
 from fedgraft.core.registry import ALGORITHMS
 
 TABLE = (
@@ -54,9 +56,11 @@ TABLE = (
     fedyogi,
     fedadagrad,
     fedlc,
+    fedova,
     moon,
     fedalign,
     fedawa,
+    feddisco,
     fedties,
     feddare,
     fedfisher,
@@ -74,10 +78,16 @@ TABLE = (
     fedsb,
     flexlora,
     flasc,
+    rolora,
+    la_lora,
+    lora_fair,
+    fedrpca,
+    ssfl,
     fed3r,
     fedprobe,
     fedncm,
     fedcof,
+    fedlda,
     central,
 )
 ALGORITHMS |= {make.__name__: make for make in TABLE}

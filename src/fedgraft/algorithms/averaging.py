@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from fedgraft.aggregate import server_rules
 from fedgraft.aggregate.slots import mean, uniform
@@ -13,7 +13,7 @@ from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.ranges import NotNegative, Positive, Rest, Unit, in_range
 from fedgraft.local.corrections import control_variates, dynamic, proximal
-from fedgraft.local.losses import calibrated, contrastive, cross_entropy
+from fedgraft.local.losses import calibrated, contrastive, cross_entropy, one_vs_all
 from fedgraft.local.update_links import normalise
 
 
@@ -54,6 +54,16 @@ def fedlc(tau: NotNegative = 1.0, **slots: Any) -> Algorithm:
         tau: size of the margins
     """
     return vary(fedavg(**slots), name="fedlc", loss=calibrated(tau, requested_smoothing(slots)))
+
+
+@in_range
+def fedova(positives: Literal["own", "federation"] | None = None, **slots: Any) -> Algorithm:
+    """Park et al. 2025 (OvA-LP): every class against all others by its own sigmoid, made for a frozen encoder.
+
+    Args:
+        positives: images of a class weigh as much as all others together, by own counts or by those of all clients
+    """
+    return vary(fedavg(**slots), name="fedova", loss=one_vs_all(requested_smoothing(slots), positives))
 
 
 @in_range

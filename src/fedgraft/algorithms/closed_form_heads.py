@@ -1,7 +1,7 @@
 """Closed-form heads in one exchange: no round is trained, the backbone is frozen, the head comes from client sums.
 
 These are the baselines that training has to beat. As an initialisation for any other algorithm the same heads are
-`model.head = "ridge" | "probe" | "ncm" | "cof"`.
+`model.head = "ridge" | "probe" | "ncm" | "cof" | "lda"`.
 """
 
 from __future__ import annotations
@@ -46,3 +46,11 @@ def fedcof(**slots: Any) -> Algorithm:
     Unlike the paper's: the penalty and a temperature are chosen on validation.
     """
     return _head_only("fedcof", "cof", slots)
+
+
+def fedlda(**slots: Any) -> Algorithm:
+    """Gaussian classes of one covariance, from the sums of ridge regression (as in FedCGS 2025, GH-OFL 2026).
+
+    Unlike theirs: the covariance is shrunk by a share chosen on validation, and a temperature.
+    """
+    return _head_only("fedlda", "lda", slots)

@@ -1,4 +1,4 @@
-"""Algorithms of low-rank adaptation: shared A, exact averages of cores, unequal ranks, sparse communication.
+"""Algorithms of low-rank adaptation: shared A, exact or corrected averages, factors in turn, unequal ranks.
 
 The other aggregations of factors (`trainable.lora.aggregate`) combine with any algorithm.
 """
@@ -12,8 +12,8 @@ from fedgraft.aggregate.codecs import codec
 from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
 from fedgraft.algorithms.averaging import fedavg, specified
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.ranges import Count, Share, in_range
-from fedgraft.edit.lora import B_SUFFIX
+from fedgraft.core.ranges import Count, Positive, Share, in_range
+from fedgraft.edit.lora import A_SUFFIX, B_SUFFIX
 from fedgraft.edit.low_rank import LowRank
 
 
@@ -81,3 +81,39 @@ def flasc(down: Share = 0.25, up: Share = 0.25, seed: int = 0, **slots: Any) -> 
         up: share of the coordinates that responses carry
     """
     return vary(_lora("flasc", seed, slots), download=down, compression=codec(f"top_k:{up!r}"))
+
+
+def rolora(seed: int = 0, **slots: Any) -> Algorithm:
+    """Chen et al. 2025: even rounds train B, odd ones A, so that averages are exact; half the upload."""
+    return _lora("rolora", seed, slots, aggregate="alternate")
+
+
+def la_lora(seed: int = 0, **slots: Any) -> Algorithm:
+    """Liu et al. 2026: even local steps train B, odd ones A, so that noise on both is not multiplied; made for DP.
+
+    Unlike the paper's: noise is added to the clients' sum, not to each step's gradient, so there is no filter that
+    smooths noisy gradients.
+    """
+    return vary(_lora("la_lora", seed, slots), turns=(B_SUFFIX, A_SUFFIX))
+
+
+@in_range
+def lora_fair(penalty: Positive = 0.01, seed: int = 0, **slots: Any) -> Algorithm:
+    """Bian et al. 2025: mean factors, then B is corrected towards the mean of the clients' products.
+
+    Unlike the paper's: squared distance in closed form instead of a cosine by gradient steps.
+
+    Args:
+        penalty: on the correction, relative to the mean diagonal of A Aᵀ
+    """
+    return _lora("lora_fair", seed, slots, aggregate="fair", penalty=penalty)
+
+
+@in_range
+def fedrpca(scale: Positive | None = None, seed: int = 0, **slots: Any) -> Algorithm:
+    """Jhunjhunwala et al. 2025: robust PCA of the changes; the sparse part's mean is enlarged; scale 1 is FedAvg.
+
+    Args:
+        scale: factor on the mean of the sparse parts; default: the inverse of their share of the changes
+    """
+    return _lora("fedrpca", seed, slots, aggregate="rpca", sparse_scale=scale)

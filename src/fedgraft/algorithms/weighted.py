@@ -11,7 +11,13 @@ from torch import Tensor
 
 from fedgraft.aggregate.merging import aligned_weights, dare_aggregator, fisher_aggregator, ties_aggregator
 from fedgraft.aggregate.merging import by_layer as layered
-from fedgraft.aggregate.similarity import alignment_weights, counted_examples, null_level, random_weights_like
+from fedgraft.aggregate.similarity import (
+    alignment_weights,
+    counted_examples,
+    discrepancy_weights,
+    null_level,
+    random_weights_like,
+)
 from fedgraft.aggregate.slots import Answers, Observe, Weighting, mean
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.algorithms.averaging import fedavg
@@ -154,3 +160,25 @@ def fedfisher(samples: Count = 32, **slots: Any) -> Algorithm:
         samples: images of a client's Fisher information
     """
     return vary(fedavg(**slots), name="fedfisher", aggregate=fisher_aggregator(samples))
+
+
+@in_range
+def feddisco(a: NotNegative = 0.5, b: NotNegative = 0.1, **slots: Any) -> Algorithm:
+    """Ye et al. 2023: a client whose classes are far from evenly spread counts less; a=0, b=0 is FedAvg.
+
+    The weight is max(0, p_k - a d_k + b): p_k the share of the examples, d_k the distance between the client's class
+    frequencies and equal ones. If no client has any weight left, all count by their examples.
+
+    Args:
+        a: how much the distance of the class frequencies takes off
+        b: added to every client's share
+    """
+
+    def weights(answers: Answers) -> Tensor:
+        """Return the clients' weights (m,) from their examples and the distances they report."""
+        distances = torch.tensor([scalars["discrepancy"] for scalars in answers.scalars], dtype=torch.float64)
+        return discrepancy_weights(answers.examples, distances, a, b)
+
+    observation = Observe("discrepancy", ("discrepancy",))
+    weighting = Weighting("discrepancy", weights, wants=(observation,))
+    return vary(fedavg(**slots), name="feddisco", weighting=weighting)

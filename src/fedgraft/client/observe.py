@@ -151,6 +151,16 @@ def _labels(wanted: Observe, request: Request, context: ClientContext) -> tuple[
     return {}, {"labels": torch.bincount(labels, minlength=context.network.classes).float()}
 
 
+def _discrepancy(
+    wanted: Observe, request: Request, context: ClientContext
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Return the Euclidean distance between the client's class frequencies and equal ones, as a scalar (FedDisco)."""
+    classes = context.network.classes
+    labels = context.examples.labels[context.rows(request.client)]
+    frequencies = torch.bincount(labels, minlength=classes).double() / len(labels)
+    return {"discrepancy": float((frequencies - 1 / classes).norm())}, {}
+
+
 OBSERVATIONS: dict[str, Callable[[Observe, Request, ClientContext], tuple[dict[str, float], dict[str, Tensor]]]] = {
     "alignment": _alignment,
     "representation": _representation,
@@ -158,4 +168,5 @@ OBSERVATIONS: dict[str, Callable[[Observe, Request, ClientContext], tuple[dict[s
     "labels": _labels,
     "fisher": _fisher,
     "self_weight": _self_weight,
+    "discrepancy": _discrepancy,
 }

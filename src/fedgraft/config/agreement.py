@@ -21,6 +21,7 @@ HEAD_ACTIONS = {
     "probe": ("statistics", "head_gradient"),
     "ncm": ("class_sums",),
     "cof": ("class_sums",),
+    "lda": ("statistics",),
     "random": (),
 }
 """The client actions that each way to start the head requests."""

@@ -112,15 +112,16 @@ class ModelTable(Section):
         "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
-    head: Literal["ridge", "probe", "ncm", "cof", "random"] | None = Field(
+    head: Literal["ridge", "probe", "ncm", "cof", "lda", "random"] | None = Field(
         None,
-        description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, at random; default: "
-        "ridge, under differential privacy random",
+        description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, linear discriminant, at "
+        "random; default: ridge, under differential privacy random",
     )
     ridge: float | None = Field(
         None,
         gt=0,
-        description="λ of the ridge head, relative to the mean feature energy; default: chosen on validation",
+        description="λ of the ridge head, relative to the mean feature energy; of lda: the share, at most 1, that the "
+        "covariance is shrunk by; default: chosen on validation",
     )
     head_clients: float = Field(
         1.0,

@@ -49,7 +49,7 @@ class TrainableTable(Section):
 
 
 @declared_in("local/optimizers.py", "sgdm")
-@declared_in("local/train.py", "LocalTraining", without=("head_lr",))
+@declared_in("local/train.py", "LocalTraining", without=("head_lr", "turns"))
 class LocalTable(DerivedSection):
     """How a client trains."""
 

@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 log = logging.getLogger("fedgraft")
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
+_PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _PATHS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _GENERATED = {"__init__", "__repr__", "__eq__", "__hash__", "__setattr__", "__delattr__", "__replace__"}
 """Methods that `dataclass` generates from the fields."""
@@ -116,7 +118,9 @@ def _origin(value: Any) -> str:
     code = getattr(value, "__code__", None)
     if not path and code is not None:
         path = code.co_filename
-    if path.startswith(_PATHS):
+    # A virtual environment may borrow packages of another one, of the system or of the user's home.
+    installed = bool(_PACKAGE_FOLDERS.intersection(Path(path).parts))
+    if installed or path.startswith(_PATHS):
         return "library"
     return "user"
 

@@ -8,7 +8,7 @@ the vector - decay, momentum, averaging, noise - can reach them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -206,6 +206,22 @@ class Bound:
         first_begin = head_ranges[0][0]
         last_end = head_ranges[-1][1]
         return slice(first_begin, last_end)
+
+    def turns(self, endings: Sequence[str]) -> list[tuple[slice, int | None]]:
+        """Return the trained coordinates as slices, each with the number of the ending that its tensors' names have.
+
+        None stands for tensors whose names have none of the endings.
+        """
+        slices: list[tuple[slice, int | None]] = []
+        for part, begin, end in self.space.trained_ranges:
+            turn: int | None = None
+            for number, ending in enumerate(endings):
+                if part.name.endswith(ending):
+                    turn = number
+            if slices and slices[-1][1] == turn:
+                begin = slices.pop()[0].start
+            slices.append((slice(begin, end), turn))
+        return slices
 
     def _in_head(self, name: str) -> bool:
         """Return whether the tensor of this name belongs to the head."""

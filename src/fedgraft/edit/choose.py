@@ -31,10 +31,21 @@ class Strategy:
     """Whether the largest scores are trained, and the source of the scores.
 
     `scores` is None for the clients' Fisher scores, or a function `scores(weights, seed)` of the weights alone.
+    `times_magnitude`: the clients' scores are multiplied by the absolute value of the weight.
     """
 
     largest: bool
     scores: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]] | None = None
+    times_magnitude: bool = False
+
+    def finish(self, scores: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the clients' scores, by tensor, as the strategy compares them."""
+        if not self.times_magnitude:
+            return scores
+        finished = {}
+        for name, score in scores.items():
+            finished[name] = score * fetch(weights[name].detach()).abs()
+        return finished
 
 
 def magnitude_scores(weights: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
@@ -60,8 +71,10 @@ STRATEGIES |= {
     "lowest_magnitude": lambda: Strategy(largest=False, scores=magnitude_scores),
     "highest_magnitude": lambda: Strategy(largest=True, scores=magnitude_scores),
     "random": lambda: Strategy(largest=False, scores=random_scores),
+    "saliency": lambda: Strategy(largest=True, times_magnitude=True),
 }
-"""Strategies by what is trained: `least_sensitive` trains the coordinates with the lowest scores (TaLoS), and so on."""
+"""Strategies by what is trained: `least_sensitive` trains the coordinates with the lowest scores (TaLoS), `saliency`
+those with the largest product of score and weight (SNIP, with `labels="single_batch"`), and so on."""
 
 
 def strategy_named(name: str) -> Strategy:

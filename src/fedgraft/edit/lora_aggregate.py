@@ -1,6 +1,6 @@
 """Aggregation of LoRA factors: how the low-rank factors of several clients become one model, on flat vectors.
 
-With weights w_k and scaling s, the exact result is the dense average: sum w_k s B_k A_k. Six rules:
+With weights w_k and scaling s, the exact result is the dense average: sum w_k s B_k A_k. Eight rules:
 
 - `mean` (FedIT): average A and B separately. Off by s * sum w_k (B_k - B)(A_k - A).
 - `frozen_a` (FFA-LoRA): A stays at its shared start, only B is trained: exact, half the traffic.
@@ -9,8 +9,12 @@ With weights w_k and scaling s, the exact result is the dense average: sum w_k s
 - `residual` (FedEx-LoRA): factors are averaged and the difference to the exact result is added to the base weights.
 - `svd` (FlexLoRA): the sum of products is truncated to its largest directions, so clients may have different ranks:
   the best factors of this rank, exact where the rank of the sum is no larger.
+- `fair` (LoRA-FAIR): factors are averaged, then B is corrected so that its product with the mean A comes close to the
+  exact result: the least squared distance plus a penalty on the correction.
+- `rpca` (FedRPCA): the clients' changes of each factor are split into a low-rank and a sparse part (robust PCA,
+  `aggregate/robust_pca.py`); the first is averaged, the mean of the second is enlarged.
 
-A seventh, `core` (Fed-SB), trains an r x r matrix between fixed factors and needs no rule: see `lora_core`.
+One more, `core` (Fed-SB), trains an r x r matrix between fixed factors and needs no rule: see `lora_core`.
 
 A vector is [A of all layers | tensors trained densely | B of all layers | base weights]. The last piece exists for
 `stack` and `residual` only: it is sent to the clients and written, but neither trained nor sent back. The coordinates
@@ -27,12 +31,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from fedgraft.aggregate.robust_pca import robust_pca_mean
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 from fedgraft.core.space import EditSpace, Part
 from fedgraft.edit.lora import A_SUFFIX, adapter_layers, factor_names, initial_a
 
-LoraAggregation = Literal["mean", "frozen_a", "alternate", "stack", "residual", "svd", "core"]
+LoraAggregation = Literal["mean", "frozen_a", "alternate", "stack", "residual", "svd", "fair", "rpca", "core"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class LoraLayout:
     @property
     def needs_each_client(self) -> bool:
         """Whether the server must see every client's factors, so that a secure sum or a plain mean is impossible."""
-        return self.mode in ("stack", "residual", "svd")
+        return self.mode in ("stack", "residual", "svd", "fair", "rpca")
 
     def active(self, round: int) -> slice:
         """Return the coordinates that clients may change, and send, in this round."""
@@ -191,7 +196,13 @@ def _dense_names(network: Network, dense: Iterable[str], taken: set[str]) -> lis
 
 
 def aggregate_lora(
-    layout: LoraLayout, vector: Tensor, updates: Sequence[Tensor], weights: Sequence[float], fresh: Tensor | None = None
+    layout: LoraLayout,
+    vector: Tensor,
+    updates: Sequence[Tensor],
+    weights: Sequence[float],
+    fresh: Tensor | None = None,
+    penalty: float = 0.01,
+    sparse_scale: float | None = None,
 ) -> Tensor:
     """Return the server's next vector from the clients' updates of the trained coordinates.
 
@@ -200,6 +211,8 @@ def aggregate_lora(
         updates: one per client, (trained,).
         weights: shares of the clients, which need not sum to one.
         fresh: for `stack`, the A factors to continue with.
+        penalty: for `fair`, on the correction of B, relative to the mean diagonal of A Aᵀ.
+        sparse_scale: for `rpca`, the factor on the mean of the sparse parts; None: see `robust_pca_mean`.
 
     Products are summed in float64 and rounded once. For the three rules without base weights this is vector + mean
     update.
@@ -219,9 +232,17 @@ def aggregate_lora(
         return new
     for layer in layout.layers:
         assert layer.a is not None
+        if layout.mode == "rpca":
+            for factor in (layer.a, layer.b):
+                combined = robust_pca_mean(changes[:, factor], share, sparse_scale)
+                new[factor] = (vector[factor].double() + combined).float()
+            continue
         product = _product(share, client_factors[:, layer.b], client_factors[:, layer.a], layer.rank)  # (out, in)
         if layout.mode == "svd":
             _write_largest_directions(new, layer, product)
+            continue
+        if layout.mode == "fair":
+            _correct_b(new, layer, product, penalty)
             continue
         assert layer.w is not None
         if layout.mode == "residual":  # minus the product of the averaged factors, as rounded to float32
@@ -251,6 +272,22 @@ def _write_largest_directions(new: Tensor, layer: LoraLayer, product: Tensor) ->
     a[:rank] = (root[:, None] * v[:rank]).float()
     b[:, :rank] = (u[:, :rank] * root).float()
     new[layer.b] = b.view(-1)
+
+
+def _correct_b(new: Tensor, layer: LoraLayer, product: Tensor, penalty: float) -> None:
+    """Add to the mean B in `new` the correction D with the least |product - (B + D) A|² + λ |D|².
+
+    A is the mean in `new`; λ is `penalty` times the mean diagonal of A Aᵀ. Where all clients have the same A the
+    product is B A already, and nothing changes.
+    """
+    assert layer.a is not None
+    a = new[layer.a].view(layer.rank, -1).double()
+    b = new[layer.b].view(-1, layer.rank).double()
+    gram = a @ a.T  # (rank, rank)
+    damping = penalty * gram.diagonal().mean() * torch.eye(layer.rank, dtype=torch.float64)
+    missing = (product - b @ a) @ a.T  # (out, rank)
+    correction = torch.linalg.solve(gram + damping, missing.T).T
+    new[layer.b] = (b + correction).float().view(-1)
 
 
 def _product(share: Tensor, b: Tensor, a: Tensor, rank: int) -> Tensor:

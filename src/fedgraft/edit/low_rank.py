@@ -47,8 +47,8 @@ class LowRank:
     dropout: Rest = 0.0
     """before the first factor"""
     aggregate: LoraAggregation = "mean"
-    """how the clients' factors are combined; svd: FlexLoRA; core: Fed-SB, only an r x r matrix between fixed factors
-    trains"""
+    """how the clients' factors are combined; alternate: RoLoRA; svd: FlexLoRA; fair: LoRA-FAIR; rpca: FedRPCA; core:
+    Fed-SB, only an r x r matrix between fixed factors trains"""
     head: bool = True
     freeze_blocks: Number = 0
     seed: int = 0
@@ -58,6 +58,10 @@ class LowRank:
     """aggregate=core: the matrix whose top directions are the fixed factors"""
     core_images: Count = 1024
     """core_from=gradient: images of its gradient, over all clients"""
+    penalty: Positive = 0.01
+    """aggregate=fair: penalty on the correction of B, relative to the mean diagonal of A Aᵀ"""
+    sparse_scale: Positive | None = None
+    """aggregate=rpca: factor on the mean of the sparse parts; default: the inverse of their share of the changes"""
     budgets: tuple[Few, ...] = ()
     """aggregate=svd: bytes of the clients' updates, assigned in turn; each client trains the rank that fits"""
     kind = "lora"
@@ -101,7 +105,7 @@ class LowRank:
             self.head,
             body=True,
             fixed_coordinates=self.aggregate != "alternate" and not self.ranks and not self.budgets,
-            averaged_updates=self.aggregate not in ("stack", "residual", "svd"),
+            averaged_updates=self.aggregate not in ("stack", "residual", "svd", "fair", "rpca"),
         )
 
     @property
@@ -222,7 +226,10 @@ class LowRank:
             fresh: Tensor | None = None
             if layout.mode == "stack":
                 fresh = layout.fresh(self.seed, answers.round)
-            return aggregate_lora(layout, answers.start, answers.updates, weights.tolist(), fresh) - answers.start
+            combined = aggregate_lora(
+                layout, answers.start, answers.updates, weights.tolist(), fresh, self.penalty, self.sparse_scale
+            )
+            return combined - answers.start
 
         return Aggregator(f"lora:{layout.mode}", update, needs=frozenset({Capability.EACH_UPDATE}))
 

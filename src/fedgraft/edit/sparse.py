@@ -56,7 +56,8 @@ class Sparse:
     """Train a fraction 1 - `sparsity` of the weights in scope, chosen by `strategy`; `head` is trained whole."""
 
     strategy: str = "least_sensitive"
-    """least_sensitive, most_sensitive, lowest_magnitude, highest_magnitude, random, or a registered name"""
+    """least_sensitive, most_sensitive, lowest_magnitude, highest_magnitude, random, saliency (score times weight), or
+    a registered name"""
     sparsity: Rest = 0.9
     """fraction of the weights in scope that is frozen"""
     scope: tuple[str, ...] = ("blocks",)
@@ -309,17 +310,18 @@ class Sparse:
         """
         scope = self.scope_on(network)
         weights = self._maskable_weights(network)
-        weight_scores = strategy_named(self.strategy).scores
-        if weight_scores is not None:  # scores of the weights alone, the same on every machine
+        strategy = strategy_named(self.strategy)
+        scores_by_draw = lambda draw: strategy.finish(scores(draw), weights)  # noqa: E731
+        if strategy.scores is not None:  # scores of the weights alone, the same on every machine
             if seed is None:
                 seed = self.seed
-            fixed_scores = weight_scores(weights, seed)
-            scores = lambda draw: fixed_scores  # noqa: E731
+            fixed_scores = strategy.scores(weights, seed)
+            scores_by_draw = lambda draw: fixed_scores  # noqa: E731
         start = self.sparsity
         if self.adaptive_start is not None:
             start = self.adaptive_start
         rule = {"threshold": self.threshold, "floor": self.floor, "block_of": network.block_of}
-        return calibrate(scores, self.strategy, 1 - start, self.mode, scope=scope, weights=weights, **rule)
+        return calibrate(scores_by_draw, self.strategy, 1 - start, self.mode, scope=scope, weights=weights, **rule)
 
     def _maskable_weights(self, network: Network) -> dict[str, Tensor]:
         """Return the maskable parameters by name, in the network's order."""
@@ -406,7 +408,7 @@ class Sparse:
         if strategy.scores is not None:
             scores = dict(strategy.scores(self._maskable_weights(network), ask.seed))
         else:
-            scores = dict(self._scores(network, ask, 1))
+            scores = dict(strategy.finish(self._scores(network, ask, 1), self._maskable_weights(network)))
         best_score = -math.inf
         if strategy.largest:
             best_score = math.inf

@@ -1,4 +1,4 @@
-"""Losses that clients minimise: cross-entropy, FedLC (Zhang et al. 2022), MOON (Li et al. 2021).
+"""Losses that clients minimise: cross-entropy, one against all, FedLC (Zhang et al. 2022), MOON (Li et al. 2021).
 
 A loss is prepared once per client and round. `begin(context)` reads the client's labels, the common model at the start
 of the round and the client's memory; it returns `value(network, inputs, labels, entry)`, the scalar to minimise.
@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, softplus
+from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similarity, one_hot, softplus
 from torch.nn.functional import cross_entropy as softmax_loss
 
 from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
@@ -134,6 +134,48 @@ def balancing(counts: Tensor) -> Tensor:
     return torch.where(present, counts.sum() / (present.sum() * counts.clamp(min=1)), 0.0).float()
 
 
+def positive_weights(counts: Tensor) -> Tensor:
+    """Return (n - n_c) / n_c for each class: how many images of others come with one of it; 1 where it has none."""
+    others = counts.sum() - counts
+    return torch.where(counts > 0, others / counts.clamp(min=1), 1.0).float()
+
+
+@in_range
+def one_vs_all(label_smoothing: Rest = 0.0, positives: Literal["own", "federation"] | None = None) -> Loss:
+    """Return the binary cross-entropy of every class against all others, summed over classes (OvA-LP, 2511.05028).
+
+    The logits of different classes share no softmax, so that a client that lacks a class says of it only that its own
+    images do not belong to it.
+
+    Args:
+        label_smoothing: share of each class's target that moves to one half
+        positives: images of a class weigh as much as all others together, by the client's own counts or by the sums
+            over all clients
+    """
+    from_federation = positives == "federation"
+
+    def begin(context: LossContext) -> Value:
+        """Return the loss of a batch, with weights of the positive images if they are configured."""
+        weight: Tensor | None = None
+        if positives is not None:
+            weight = positive_weights(known_counts(context, from_federation))
+
+        def value(network: Network, inputs: Tensor, labels: Tensor, entry: int) -> Tensor:
+            """Return the sum over classes, mean over the batch."""
+            logits = network(inputs, entry)  # (B, classes)
+            targets = one_hot(labels, context.classes).to(logits.dtype)
+            targets = targets * (1 - label_smoothing) + label_smoothing / 2
+            losses = binary_cross_entropy_with_logits(logits, targets, pos_weight=weight, reduction="none")
+            return losses.sum(1).mean()
+
+        return value
+
+    needs = NOTHING
+    if from_federation:
+        needs = frozenset({Capability.CLASS_COUNTS})
+    return Loss("one_vs_all", begin, needs=needs)
+
+
 def margins(counts: Tensor, tau: float) -> Tensor:
     """Return FedLC's margin of each class, tau n^(-1/4), minus the smallest one: equal counts give exact zeros.
 
@@ -202,4 +244,9 @@ def contrastive(weight: NotNegative = 1.0, temperature: Positive = 0.5, label_sm
     )
 
 
-LOSSES |= {"cross_entropy": cross_entropy, "calibrated": calibrated, "contrastive": contrastive}
+LOSSES |= {
+    "cross_entropy": cross_entropy,
+    "one_vs_all": one_vs_all,
+    "calibrated": calibrated,
+    "contrastive": contrastive,
+}

@@ -38,6 +38,7 @@ class Flat(Protocol):
         ...
 
     def training_mode(self) -> None: ...
+    def turns(self, endings: Sequence[str]) -> list[tuple[slice, int | None]]: ...
     def load(self, vector: Tensor) -> None: ...
     def gradient(self) -> Tensor: ...
     def push(self) -> None: ...
@@ -72,6 +73,8 @@ class LocalTraining:
     """balanced: every class of the client equally often; federation: classes rare in the federation more often"""
     client_steps: tuple[Count, ...] = ()
     """steps by client, assigned in turn, where some clients can afford fewer; see fednova"""
+    turns: tuple[str, ...] = ()
+    """Endings of parameter names that train in turn, one in each step; all other parameters train in every step."""
     amp: Literal["float16", "bfloat16"] | None = None
     """mixed precision of training, for GPUs; vectors, features and exports stay float32; default: float32"""
 
@@ -111,13 +114,19 @@ class LocalTraining:
         if self.sampling == "federation":
             required.add(Capability.CLASS_COUNTS)
         differs_by_client = self.sampling != "uniform" or self.clip is not None
-        if differs_by_client or self.amp is not None or self.head_lr is not None:
+        several_groups = self.head_lr is not None or bool(self.turns)
+        if differs_by_client or self.amp is not None or several_groups:
             required.add(Capability.SEPARATE_CLIENTS)
         return frozenset(required)
 
     @property
     def provides(self) -> Capabilities:
-        """`ONE_RATE` unless the head has a learning rate of its own; and what the optimizer provides."""
+        """`ONE_RATE` unless the head has a learning rate of its own; and what the optimizer provides.
+
+        Where parameters train in turn, no one displacement holds for all of them.
+        """
+        if self.turns:
+            return self.optimizer.provides - {Capability.KNOWN_DISPLACEMENT}
         if self.head_lr is None:
             return self.optimizer.provides | {Capability.ONE_RATE}
         return self.optimizer.provides
@@ -279,7 +288,7 @@ def train(
         loss_scale = LossScale.remembered(memory or {})
     if progress is not None and not resumable((loss.begin, rule.correction.adjust, rule.optimizer.step)):
         progress = None
-    states = [optimizer_state for _, _, optimizer_state in groups]
+    states = [group.state for group in groups]
     done = 0
     if progress is not None:
         snapshot = Snapshot(0, flat.values, states, augment, losses, rates, 0, loss_scale)
@@ -316,8 +325,10 @@ def train(
         if rule.clip is not None:
             clip_(gradient, rule.clip)
         rate = rule.rate(lr(step), len(rows))
-        for piece, factor, optimizer_state in groups:
-            rule.optimizer.step(values[piece], gradient[piece], optimizer_state, rate * factor)
+        for group in groups:
+            if group.trains_in(step, len(rule.turns)):
+                piece = group.piece
+                rule.optimizer.step(values[piece], gradient[piece], group.state, rate * group.factor)
         rates.append(rate)
         flat.push()
     flat.pull_buffers()
@@ -328,8 +339,8 @@ def train(
         new_memory |= loss_scale.as_memory()
     closing = Closing(fetch_all(new_memory), fetch_all(closing.sums))
     new_state = {}
-    for i, (_, _, optimizer_state) in enumerate(groups):
-        for name, tensor in optimizer_state.items():
+    for i, group in enumerate(groups):
+        for name, tensor in group.state.items():
             new_state[f"{i}/{name}"] = tensor
     mean_loss, nonfinite = _read_losses(losses)
     retried = 0 if loss_scale is None else loss_scale.retried
@@ -398,20 +409,30 @@ def _feature_reader(network: Network, flat: Flat) -> Look:
     return look
 
 
-def _parameter_groups(
-    rule: LocalTraining, flat: Flat, state: OptimizerState, device: Device
-) -> list[tuple[slice, float, OptimizerState]]:
-    """Return the pieces of the vector `flat` with their own learning rate: slice, factor of the rate, optimizer state.
+@dataclass(frozen=True)
+class ParameterGroup:
+    """A piece of the trained vector with a learning rate, a turn and an optimizer state of its own."""
+
+    piece: slice
+    factor: float
+    """Multiplies the learning rate."""
+    turn: int | None
+    """Which of the turns it trains in; None: in every step."""
+    state: OptimizerState
+    """Changed in place by every step of the group."""
+
+    def trains_in(self, step: int, turns: int) -> bool:
+        """Return whether the group takes this step, counted from 0, where so many groups take turns."""
+        return self.turn is None or step % turns == self.turn
+
+
+def _parameter_groups(rule: LocalTraining, flat: Flat, state: OptimizerState, device: Device) -> list[ParameterGroup]:
+    """Return the pieces of the vector `flat` that differ in rate or turn, each with its optimizer state.
+
     The state is that of the last round if `state` has it, otherwise a new one.
     """
-    pieces = [(slice(0, flat.trained), 1.0)]
-    if rule.head_lr is not None and flat.head.stop > flat.head.start:
-        before = slice(0, flat.head.start)
-        after = slice(flat.head.stop, flat.trained)
-        candidates = ((before, 1.0), (flat.head, rule.head_lr), (after, 1.0))
-        pieces = [(piece, factor) for piece, factor in candidates if piece.stop > piece.start]
     groups = []
-    for i, (piece, factor) in enumerate(pieces):
+    for i, (piece, factor, turn) in enumerate(_pieces(rule, flat)):
         optimizer_state = {}
         for name, tensor in state.items():
             if name.startswith(f"{i}/"):
@@ -420,8 +441,32 @@ def _parameter_groups(
             optimizer_state = state_on(rule.optimizer, optimizer_state, device)
         else:
             optimizer_state = new_state(rule.optimizer, piece.stop - piece.start, device)
-        groups.append((piece, factor, optimizer_state))
+        groups.append(ParameterGroup(piece, factor, turn, optimizer_state))
     return groups
+
+
+def _pieces(rule: LocalTraining, flat: Flat) -> list[tuple[slice, float, int | None]]:
+    """Return the pieces of the vector that differ in rate or turn: slice, factor of the rate, turn (None: every step).
+
+    The head is a piece of its own if it has a rate of its own.
+    """
+    by_turn: list[tuple[slice, int | None]] = [(slice(0, flat.trained), None)]
+    if rule.turns:
+        by_turn = flat.turns(rule.turns)
+    if rule.head_lr is None:
+        return [(piece, 1.0, turn) for piece, turn in by_turn]
+    head = flat.head
+    pieces = []
+    for piece, turn in by_turn:
+        head_begin = min(max(head.start, piece.start), piece.stop)
+        head_end = min(max(head.stop, head_begin), piece.stop)
+        candidates = (
+            (slice(piece.start, head_begin), 1.0, turn),
+            (slice(head_begin, head_end), rule.head_lr, turn),
+            (slice(head_end, piece.stop), 1.0, turn),
+        )
+        pieces += [candidate for candidate in candidates if candidate[0].stop > candidate[0].start]
+    return pieces
 
 
 def _effective_steps(rule: LocalTraining, rates: list[float]) -> float:

@@ -1,9 +1,10 @@
-"""Heads from one exchange of class sums: FedNCM and FedCOF. Ridge statistics (Fed3R, analytic federated learning) and
-the logistic head by summed gradients are in `head_init`.
+"""Heads from one exchange of sums: FedNCM, FedCOF and linear discriminants. Ridge statistics (Fed3R, analytic federated
+learning) and the logistic head by summed gradients are in `head_init`.
 
 FedNCM (Legate et al. 2023): each class is its normalised mean feature; sums, so secure aggregation carries them. FedCOF
 (Goswami et al. 2025): the means of single clients scatter about the class mean by Σ_c / n, so their spread gives an
-unbiased covariance without anybody sending one; that needs each client's sums in the clear.
+unbiased covariance without anybody sending one; that needs each client's sums in the clear. A linear discriminant takes
+class means and one common covariance from the sums of ridge regression, so secure aggregation carries it too.
 """
 
 from __future__ import annotations
@@ -108,4 +109,31 @@ def cof_heads(client_sums: Tensor, penalties: Sequence[float]) -> list[tuple[Ten
     for penalty in penalties:
         weights = unit(torch.linalg.solve(within + penalty * scale, cross).T)
         heads.append((without_bias(weights), penalty))
+    return heads
+
+
+def lda_heads(gram: Tensor, cross: Tensor, shrinkages: Sequence[float]) -> list[tuple[Tensor, float]]:
+    """Return the linear discriminant (classes, width + 1) for each shrinkage, of Gaussian classes of one covariance.
+
+    `gram` is ZᵀZ and `cross` ZᵀY, Z the features with a column of ones. The scatter within classes is what is left of
+    the gram matrix after the class means. The covariance is (1 - s) Σ + s tr(Σ)/d I. A class without images lies at the
+    mean of all features and counts as half an image, so that it is hardly ever predicted.
+    """
+    counts = cross[-1]  # (classes,)
+    total = counts.sum()
+    width = len(gram) - 1
+    overall = gram[-1, :-1] / total
+    present = counts > 0
+    means = cross[:-1].T / counts.clamp(min=1)[:, None]  # (classes, width)
+    between = (counts[:, None] * means).T @ means
+    covariance = (gram[:-1, :-1] - between) / total
+    means = torch.where(present[:, None], means, overall)
+    log_prior = (torch.where(present, counts, 0.5) / total).log()
+    sphere = covariance.diagonal().mean() * torch.eye(width, dtype=gram.dtype)
+    heads = []
+    for shrinkage in shrinkages:
+        shrunk = (1 - shrinkage) * covariance + shrinkage * sphere
+        weights = torch.linalg.solve(shrunk, means.T).T  # (classes, width)
+        bias = log_prior - (weights * means).sum(1) / 2
+        heads.append((torch.cat([weights, bias[:, None]], 1), shrinkage))
     return heads

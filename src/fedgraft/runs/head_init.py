@@ -30,7 +30,7 @@ from fedgraft.edit.trainable import is_head
 from fedgraft.local.forward_memory import images_at_once
 from fedgraft.metrics.evaluate import Evaluation
 from fedgraft.metrics.scores import predicted_classes
-from fedgraft.runs.closed_form import client_class_sums, cof_heads, ncm_head
+from fedgraft.runs.closed_form import client_class_sums, cof_heads, lda_heads, ncm_head
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.open_run import example_counts_of
 from fedgraft.runs.setup import RunSetup
@@ -358,6 +358,11 @@ def _make_head(setup: RunSetup, sums: Sums, scorer: HeadScorer) -> Tensor:
     if method == "cof":
         penalties = GRID if options.ridge is None else (options.ridge,)
         head, _ = strongest_penalty(cof_heads(client_class_sums(sums), penalties), scorer)
+        return calibrate_temperature(head, scorer)
+    if method == "lda":
+        statistics = sums.ask(action_named("statistics"))
+        shrinkages = GRID if options.ridge is None else (min(1.0, options.ridge),)
+        head, _ = strongest_penalty(lda_heads(statistics["gram"], statistics["cross"], shrinkages), scorer)
         return calibrate_temperature(head, scorer)
     head, penalty = ridge_head(sums, options.ridge, scorer)
     if len(sums.clients) > 1:  # a line for each client that starts alone would bury the others

@@ -12,6 +12,7 @@ from tests.references.loops.local import (
     balanced_weights,
     displacement,
     effective_steps,
+    one_vs_all,
     smoothed_cross_entropy,
     train,
 )
@@ -57,6 +58,53 @@ def fedavg(
         else:
             shares = [1.0] * len(cohort)
         common = plus(common, mean(updates, shares))
+    return {"common": common}
+
+
+def fedova(
+    problem: Problem, local: Local, positives: str | None = None, label_smoothing: float = 0.0, softmax: bool = False
+) -> Outcome:
+    """Park et al. 2025: FedAvg of one sigmoid for each class; `positives` balances each class against the others."""
+    common = problem.start()
+    for t, cohort in enumerate(problem.cohorts):
+        updates = []
+        for k in cohort:
+            weights = None
+            if positives is not None:
+                rows = problem.rows[k]
+                if positives == "federation":
+                    rows = torch.cat(list(problem.rows))
+                weights = torch.ones(problem.network.classes, dtype=torch.float64)
+                for c in range(problem.network.classes):
+                    own = int((problem.labels[rows] == c).sum())
+                    if own:
+                        weights[c] = (len(rows) - own) / own
+            loss = one_vs_all(label_smoothing, weights)
+            if softmax:
+                loss = smoothed_cross_entropy()
+            updates.append(minus(train(problem, common, k, t, local, loss=loss), common))
+        common = plus(common, mean(updates, problem.examples(cohort)))
+    return {"common": common}
+
+
+def feddisco(problem: Problem, local: Local, a: float, b: float) -> Outcome:
+    """Ye et al. 2023: weights max(0, n_k / n - a d_k + b), d_k the distance of class frequencies from equal ones."""
+    common = problem.start()
+    classes = problem.network.classes
+    for t, cohort in enumerate(problem.cohorts):
+        updates = []
+        weights = []
+        examples = problem.examples(cohort)
+        for k, n in zip(cohort, examples, strict=True):
+            updates.append(minus(train(problem, common, k, t, local), common))
+            squares = 0.0
+            for c in range(classes):
+                frequency = float((problem.labels[problem.rows[k]] == c).double().mean())
+                squares += (frequency - 1 / classes) ** 2
+            weights.append(max(0.0, n / sum(examples) - a * squares**0.5 + b))
+        if sum(weights) == 0:
+            weights = examples
+        common = plus(common, mean(updates, weights))
     return {"common": common}
 
 

@@ -161,3 +161,30 @@ def fedprobe(problem: Problem, local: Local, probe_steps: int, decay: float = 1e
     weight = head[:, :-1] @ whitening
     bias = head[:, -1] - weight @ centre
     return _outcome(np.hstack([weight, bias[:, None]]))
+
+
+def fedlda(problem: Problem, local: Local, ridge: float | None = None, covariance: str = "within") -> Outcome:
+    """Gaussian classes of one covariance: Σ⁻¹ μ_c and log π_c - μ_c Σ⁻¹ μ_c / 2, Σ over all images, then shrunk."""
+    pooled = Pooled(problem)
+    width = pooled.features.shape[1]
+    centred = np.empty_like(pooled.features)
+    means = np.zeros((pooled.classes, width))
+    priors = np.zeros(pooled.classes)
+    for label in range(pooled.classes):
+        mine = pooled.labels == label
+        means[label] = pooled.features[mine].mean(0)
+        priors[label] = mine.mean()
+        centred[mine] = pooled.features[mine] - means[label]
+    if covariance == "total":
+        centred = pooled.features - pooled.features.mean(0)
+    spread = centred.T @ centred / len(centred)
+    shrinkages = PENALTIES
+    if ridge is not None:
+        shrinkages = (ridge,)
+    heads = []
+    for shrinkage in shrinkages:
+        shrunk = (1 - shrinkage) * spread + shrinkage * np.trace(spread) / width * np.eye(width)
+        weights = means @ np.linalg.inv(shrunk)
+        offsets = np.log(priors) - 0.5 * np.einsum("cd,cd->c", weights, means)
+        heads.append(np.hstack([weights, offsets[:, None]]))
+    return _outcome(_tempered(pooled, _strongest(pooled, heads)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +57,25 @@ def smoothed_cross_entropy(smoothing: float = 0.0, weights: Tensor | None = None
 
     def loss(network: Any, inputs: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(network(inputs), labels, weights, label_smoothing=smoothing)
+
+    return loss
+
+
+def one_vs_all(smoothing: float = 0.0, positive_weights: Tensor | None = None) -> LossOf:
+    """Return -Σ_c [w_c t_c log σ(z_c) + (1 - t_c) log σ(-z_c)], mean over the batch; smoothing moves t to 1/2."""
+
+    def loss(network: Any, inputs: Tensor, labels: Tensor) -> Tensor:
+        logits = network(inputs)
+        weights = torch.ones(logits.shape[1], dtype=logits.dtype)
+        if positive_weights is not None:
+            weights = positive_weights
+        total = torch.zeros((), dtype=logits.dtype)
+        for row, label in zip(logits, labels, strict=True):
+            for c, z in enumerate(row):
+                target = (1 - smoothing) * float(c == label) + smoothing / 2
+                total = total - weights[c] * target * nn.functional.logsigmoid(z)
+                total = total - (1 - target) * nn.functional.logsigmoid(-z)
+        return total / len(labels)
 
     return loss
 
@@ -145,10 +164,12 @@ def train(
     rows: Tensor | None = None,
     optimizers: dict[int, torch.optim.Optimizer] | None = None,
     networks: dict[int, Any] | None = None,
+    turns: Sequence[Selection] = (),
 ) -> State:
     """Return the model after a client's local training; tensors that are not selected stay.
 
-    `optimizers` and `networks` keep the optimizer of each client from round to round.
+    `optimizers` and `networks` keep the optimizer of each client from round to round. Parameters of one of the `turns`
+    step only when it is that one's turn.
     """
     if loss is None:
         loss = smoothed_cross_entropy()
@@ -174,12 +195,16 @@ def train(
     else:
         optimizer = optimizer_for(_groups(parameters, local, rate), local, rate)
     frozen = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    for batch in batches:
+    for step, batch in enumerate(batches):
         _set_modes(network, problem, selected, len(batch))
         optimizer.zero_grad()
         loss(network, problem.inputs[batch], problem.labels[batch]).backward()
         with torch.no_grad():
             _correct_gradients(problem, parameters, correct, local)
+            for number, in_turn in enumerate(turns):
+                for name, parameter in parameters.items():
+                    if in_turn(name) and step % len(turns) != number:
+                        parameter.grad = None  # PyTorch's optimizers leave such a parameter alone
             if local.decoupled:
                 for parameter in parameters.values():
                     parameter.mul_(1 - rate * local.weight_decay)

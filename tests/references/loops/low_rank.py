@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from tests.references.loops.local import Local, train
 from tests.references.loops.problem import Outcome, Problem, State, flat, is_head, like, mean, minus, plus, restricted
@@ -97,8 +98,21 @@ def is_adapted(name: str) -> bool:
     return is_a(name) or is_b(name) or is_head(name)
 
 
-def lora(problem: Problem, local: Local, aggregate: str, scaling: float, seed: int = 0) -> Outcome:
-    """FedAvg of low-rank factors under one of the rules that need no unequal ranks."""
+def lora(
+    problem: Problem,
+    local: Local,
+    aggregate: str,
+    scaling: float,
+    seed: int = 0,
+    in_turn: bool = False,
+    penalty: float = 0.01,
+    scale: float | None = None,
+) -> Outcome:
+    """FedAvg of low-rank factors under one of the rules that need no unequal ranks.
+
+    `in_turn`: even local steps train B, odd ones A.
+    """
+    turns = (is_b, is_a) if in_turn else ()
     problem = plain_network(problem, scaling)
     common = problem.start()
     for t, cohort in enumerate(problem.cohorts):
@@ -109,21 +123,60 @@ def lora(problem: Problem, local: Local, aggregate: str, scaling: float, seed: i
             selected = lambda name: is_a(name) or is_head(name)  # noqa: E731
         models = []
         for k in cohort:
-            models.append(train(problem, common, k, t, local, selected=selected))
+            models.append(train(problem, common, k, t, local, selected=selected, turns=turns))
         examples = problem.examples(cohort)
         average = mean(models, examples)
         for layer in LAYERS:
+            if aggregate == "rpca":
+                for factor in (A, B):
+                    moves = [model[layer + factor] - common[layer + factor] for model in models]
+                    average[layer + factor] = common[layer + factor] + _robust_mean(moves, examples, scale)
+                continue
             exact = mean([{"": model[layer + B] @ model[layer + A]} for model in models], examples)[""]
             if aggregate == "stack":  # FLoRA: the sum of products goes into the weights, new factors begin
                 average[layer + W] = common[layer + W] + scaling * exact
                 shape = tuple(common[layer + A].shape)
                 average[layer + A] = problem.draws.new_factor(shape, seed, t, layer)  # type: ignore[arg-type]
                 average[layer + B] = torch.zeros_like(common[layer + B])
+            if aggregate == "fair":  # LoRA-FAIR: ridge regression of what the product of the means misses on the mean A
+                a = average[layer + A].numpy()
+                missed = (exact - average[layer + B] @ average[layer + A]).numpy()
+                strength = math.sqrt(penalty * np.diag(a @ a.T).mean())
+                inputs = np.vstack([a.T, strength * np.eye(len(a))])
+                aims = np.vstack([missed.T, np.zeros((len(a), len(missed)))])
+                correction = np.linalg.lstsq(inputs, aims, rcond=None)[0].T
+                average[layer + B] = average[layer + B] + torch.from_numpy(correction)
             if aggregate == "residual":  # FedEx-LoRA: what the product of the means misses goes into the weights
                 missed = exact - average[layer + B] @ average[layer + A]
                 average[layer + W] = common[layer + W] + scaling * missed
         common = average
     return {"common": common}
+
+
+def _robust_mean(moves: Sequence[Tensor], examples: Sequence[float], scale: float | None) -> Tensor:
+    """Return mean(L) + scale mean(S) with L + S the moves as columns, by principal component pursuit in numpy.
+
+    Candès et al. 2011, algorithm 1: alternate singular value and entry thresholds with a multiplier.
+    """
+    m = np.stack([move.numpy().ravel() for move in moves], 1)
+    shares = np.array(examples) / sum(examples)
+    if not m.any():
+        return moves[0]
+    threshold = 1 / math.sqrt(max(m.shape))
+    mu = m.size / (4 * np.abs(m).sum())
+    s = np.zeros_like(m)
+    y = np.zeros_like(m)
+    for _ in range(20000):
+        u, d, v = np.linalg.svd(m - s + y / mu, full_matrices=False)
+        low = u @ np.diag(np.maximum(d - 1 / mu, 0)) @ v
+        wide = m - low + y / mu
+        s = np.sign(wide) * np.maximum(np.abs(wide) - threshold / mu, 0)
+        y = y + mu * (m - low - s)
+        if np.linalg.norm(m - low - s) < 1e-11 * np.linalg.norm(m):
+            break
+    if scale is None:
+        scale = np.linalg.norm(m) / np.linalg.norm(s) if s.any() else 1.0
+    return torch.from_numpy((m - s) @ shares + scale * (s @ shares)).view(moves[0].shape)
 
 
 def flexlora(problem: Problem, local: Local, ranks: Sequence[int], scaling: float) -> Outcome:

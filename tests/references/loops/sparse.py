@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from tests.references.loops.local import Local, train
@@ -91,7 +92,7 @@ def _ranked(
     model = dict(start)
     for r in range(1, rounds + 1):
         scores = _scores(problem, model, strategy, labels, rows)
-        largest_first = strategy in ("most_sensitive", "highest_magnitude")
+        largest_first = strategy in ("most_sensitive", "highest_magnitude", "saliency")
         alive.sort(key=lambda place: float(scores[place[0]].view(-1)[place[1]]), reverse=largest_first)
         alive = alive[: round((1 - sparsity) ** (r / rounds) * total)]
         model = {}
@@ -109,6 +110,8 @@ def _scores(problem: Problem, model: State, strategy: str, labels: str, rows: Te
     if strategy.endswith("magnitude"):
         return {name: tensor.abs() for name, tensor in model.items()}
     network = problem.view(model)
+    if strategy == "saliency":
+        return _saliency(problem, network, model)
     information = {name: torch.zeros_like(parameter) for name, parameter in network.named_parameters()}
     for row in rows:
         classes = [(int(problem.labels[row]), 1.0)]
@@ -123,3 +126,20 @@ def _scores(problem: Problem, model: State, strategy: str, labels: str, rows: Te
                 information[name] += chance * parameter.grad**2 / len(rows)
     load(network, model)
     return {name: tensor.detach() for name, tensor in information.items()}
+
+
+def _saliency(problem: Problem, network: Any, model: State) -> State:
+    """Return Σ_k B_k |∇F_k| |w|, the gradient over all of a client's examples, of which it has fewer than a batch."""
+    totals = {name: torch.zeros_like(parameter) for name, parameter in network.named_parameters()}
+    for rows in problem.rows:
+        network.zero_grad()
+        torch.nn.functional.cross_entropy(network(problem.inputs[rows]), problem.labels[rows]).backward()
+        for name, parameter in network.named_parameters():
+            totals[name] += len(rows) * parameter.grad.abs() * model[name].abs()
+    load(network, model)
+    return {name: tensor.detach() for name, tensor in totals.items()}
+
+
+def ssfl(problem: Problem, local: Local, sparsity: float, strategy: str = "saliency") -> Outcome:
+    """Ohib et al. 2024: FedAvg on the weights with the largest |gradient x weight| at the start."""
+    return sparse(problem, local, strategy, sparsity)

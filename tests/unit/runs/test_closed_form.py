@@ -13,9 +13,17 @@ from tests.support.toy import CLASSES, WIDTH, Toy
 from tests.support.toy_heads import CLIENTS, setting
 
 from fedgraft import algorithms as zoo
+from fedgraft.client.actions import action_named
 from fedgraft.core.files import read_metrics
 from fedgraft.privacy.protection import Privacy, Secure
-from fedgraft.runs.closed_form import class_covariances, class_mean_head, client_class_sums, cof_heads, ncm_head
+from fedgraft.runs.closed_form import (
+    class_covariances,
+    class_mean_head,
+    client_class_sums,
+    cof_heads,
+    lda_heads,
+    ncm_head,
+)
 from fedgraft.runs.loop import run
 from fedgraft.runs.setup import with_closed_form_head
 from fedgraft.server.secure_sum import Sums
@@ -38,6 +46,30 @@ def test_fedncm_is_scikit_learns_class_means_by_cosine() -> None:
     points = judge.features[:, :-1].numpy()
     mine = (judge.features @ head.T).argmax(1).numpy()
     assert (mine == cosine_similarity(points, theirs.centroids_).argmax(1)).all()
+
+
+def test_fedlda_is_scikit_learns_discriminant_analysis() -> None:
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+    toy, features, labels, _ = setting()
+    statistics = sums(toy).ask(action_named("statistics"))
+    ((head, _),) = lda_heads(statistics["gram"], statistics["cross"], (0.1,))
+    theirs = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=0.1)
+    theirs.fit(features.double().numpy(), labels.numpy())
+    np.testing.assert_allclose(head[:, :-1].numpy(), theirs.coef_, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(head[:, -1].numpy(), theirs.intercept_, rtol=1e-4, atol=1e-4)
+
+
+def test_fedlda_hardly_ever_predicts_a_class_that_nobody_holds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.cat([torch.randn(200, 4, generator=generator).double(), torch.ones(200, 1)], 1)
+    labels = torch.arange(200) % 2
+    features[labels == 1, 0] += 4
+    cross = torch.zeros(5, 3, dtype=torch.float64).index_add_(1, labels, features.T)
+    ((head, _),) = lda_heads(features.T @ features, cross, (0.1,))
+    assert head.isfinite().all()
+    predicted = (features @ head.T).argmax(1)
+    assert int((predicted == 2).sum()) < 10 and float((predicted == labels).double().mean()) > 0.9
 
 
 def test_fedncm_by_hand_and_a_class_nobody_holds() -> None:
@@ -108,7 +140,7 @@ def test_fedcof_with_one_image_per_client_is_the_scatter_within_classes() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fed3r", "fedprobe", "fedncm", "fedcof"])
+@pytest.mark.parametrize("name", ["fed3r", "fedprobe", "fedncm", "fedcof", "fedlda"])
 def test_a_head_is_a_whole_algorithm(name: str, tmp_path: Path) -> None:
     """No round, no update; the head is what `model.head` makes, bit for bit."""
     config = tiny(f"algorithm.name={name}", "rounds.total=7")
@@ -116,7 +148,9 @@ def test_a_head_is_a_whole_algorithm(name: str, tmp_path: Path) -> None:
     assert summary["rounds"] == 0 and "note" not in summary
     (lines,) = read_metrics(tmp_path / name)
     assert "bytes_up" not in lines and summary["bytes_up"] == summary["bytes_up_outside_rounds"]
-    numbers = {"fed3r": 33 * 33 + 33 * 10, "fedncm": 33 * 10, "fedcof": 33 * 10}.get(name)  # float64, width 32
+    numbers = {"fed3r": 33 * 33 + 33 * 10, "fedncm": 33 * 10, "fedcof": 33 * 10, "fedlda": 33 * 43}.get(
+        name
+    )  # float64, width 32
     if numbers:
         assert 3 * 8 * numbers < summary["bytes_up"] < 3 * (8 * numbers + 600) and 0 < summary["bytes_down"] < 1500
     else:  # statistics once, then a gradient for every step
