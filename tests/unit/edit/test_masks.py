@@ -191,6 +191,7 @@ def test_strategies_train_what_their_names_say() -> None:
         "lowest_magnitude": (magnitude_scores, False),
         "highest_magnitude": (magnitude_scores, True),
         "random": (random_scores, False),
+        "saliency": (None, True),
     }
     mask = choose(random_scores({"w": torch.empty(10000)}, 3), 0.1)
     assert 70 < int(mask["w"][:1000].sum()) < 130
