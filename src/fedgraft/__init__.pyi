@@ -68,6 +68,7 @@ from fedgraft.core.errors import FedgraftError as FedgraftError
 from fedgraft.core.errors import MissingExtra as MissingExtra
 from fedgraft.core.messages import Request as Request
 from fedgraft.core.messages import Response as Response
+from fedgraft.core.rng import set_seed as set_seed
 from fedgraft.core.space import EditSpace as EditSpace
 from fedgraft.core.state import Federation as Federation
 from fedgraft.core.state import ServerState as ServerState

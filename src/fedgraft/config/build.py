@@ -14,14 +14,14 @@ from fedgraft.config.load import Config
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
-from fedgraft.core.registry import ALGORITHMS, LOSSES, TRAINABLES
-from fedgraft.core.state import Federation
+from fedgraft.core.registry import ALGORITHMS, LOSSES, SCHEDULES, TRAINABLES
+from fedgraft.core.state import Federation, Schedule
 from fedgraft.data.sources.assemble import Dataset
 from fedgraft.data.sources.features import FeatureStore
 from fedgraft.edit import dense, low_rank, sparse  # noqa: F401 - each writes its kinds into TRAINABLES
 from fedgraft.edit.trainable import Trainable
 from fedgraft.local.optimizers import Optimizer, adamw, sgdm
-from fedgraft.local.schedules import SCHEDULES, Schedule, warmed
+from fedgraft.local.schedules import warmed
 from fedgraft.local.train import LocalTraining
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
@@ -68,7 +68,7 @@ def source_for_data(source: Any, dataset: Dataset) -> Any:
 
 def build_schedule(config: Config, lr: float) -> Schedule:
     """Return the learning rate over rounds, as the config's kind of schedule from the rate `lr`, with its warm-up."""
-    schedule = SCHEDULES[config.schedule.kind](lr, **config.schedule.options)
+    schedule: Schedule = SCHEDULES.build(config.schedule.kind, config.schedule.options, lr=lr)
     if not config.schedule.warmup:
         return schedule
     return warmed(schedule, config.schedule.warmup)

@@ -29,6 +29,12 @@ class RoundsTable(Section):
     patience: int = Field(0, ge=0, description="stop after so many evaluations without a better accuracy (0: never)")
     min_delta: float = Field(1e-3, ge=0, description="smallest improvement of the accuracy that counts")
     checkpoint_every: int = Field(5, ge=1)
+    keep_best: int = Field(
+        3,
+        ge=1,
+        description="checkpoints kept of the best evaluated rounds, beside the last five",
+        json_schema_extra=NOT_IN_IDENTITY,
+    )
     minimum_answers: int | None = Field(
         None, ge=1, description="fewer accepted responses: the round is skipped (default: 1; in a deployment 2)"
     )

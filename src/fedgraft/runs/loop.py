@@ -25,7 +25,7 @@ from fedgraft.local.memory import one_thread
 from fedgraft.report import representation_figures
 from fedgraft.runs import memory_store, personal_store
 from fedgraft.runs.callbacks import Callback, Checkpoints, EarlyStopping, PrivacyBudget, StopRun
-from fedgraft.runs.checkpoint import Checkpoint
+from fedgraft.runs.checkpoint import Checkpoint, is_among_best
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
 from fedgraft.runs.estimate import require_disk
 from fedgraft.runs.folder import RunFolder
@@ -41,7 +41,7 @@ from fedgraft.runs.saving import Best, client_stores, pack_run, protection_label
 from fedgraft.runs.secrets import read_or_draw_secret, store_secret, without_cohort_size
 from fedgraft.runs.setup import SECRET_BYTES, RunSetup, setup_of
 from fedgraft.runs.trackers import tracker_named
-from fedgraft.runs.tracking import PhaseFile, PhaseLog, Progress, ProgressDisplay, Silent
+from fedgraft.runs.tracking import PhaseFile, PhaseLog, Progress, ProgressDisplay, RoundLines, Silent
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import sample as server
 from fedgraft.server.round import RoundSummary, run_round
@@ -195,6 +195,8 @@ class _Run:
         """Why the run ends before its last round, once a callback has decided that."""
         self.saved_round = -1
         """The round of the last checkpoint."""
+        self.measured: tuple[int, float] | None = None
+        """The last round whose model was measured on validation images in this process, and its score."""
         self.callbacks = self._all_callbacks(progress, callbacks)
         self.phases: dict[str, float] = {}
         """Seconds outside the rounds, since this process began."""
@@ -212,10 +214,11 @@ class _Run:
         return [
             *trackers,
             ProgressDisplay(progress),
+            RoundLines(options.total),
             *callbacks,
             EarlyStopping(options.patience),
             PrivacyBudget(self.setup),
-            Checkpoints(self._save, every, options.total),
+            Checkpoints(self._save, every, options.total, self._is_among_best),
         ]
 
     def go(self) -> dict[str, Any]:
@@ -427,6 +430,7 @@ class _Run:
         line |= self.measure.metrics_entries(measurement)
         best = self.tally.best
         score = self.measure.score(measurement)
+        self.measured = (state.round, score)
         improved = score > best.score + self.config.rounds.min_delta
         stale = 0 if improved else best.stale + 1
         # Under differential privacy nothing is chosen: the account is about the model after the last round.
@@ -482,8 +486,9 @@ class _Run:
         meta |= {"totals": self.tally.totals, "seconds": self.tally.seconds, "unused": self.tally.unused}
         for kind, store in stores.items():
             meta[kind] = store.sealed()
-        score_if_best = best.score if best.round == state.round else None
-        path = self.record.save_checkpoint(state.round, tensors, meta, best=score_if_best)
+        score = self._score_of(state)
+        keep_best = self.config.rounds.keep_best
+        path = self.record.save_checkpoint(state.round, tensors, meta, best=score, keep_best=keep_best)
         self.saved_round = state.round
         for store in stores.values():
             store.release(self.record.checkpoints)
@@ -491,6 +496,23 @@ class _Run:
         self.phases["checkpoints"] = self.phases.get("checkpoints", 0.0) + seconds
         for callback in self.callbacks:
             callback.on_checkpoint(path, state)
+
+    def _score_of(self, state: ServerState) -> float | None:
+        """Return the validation score by which the checkpoint of this state is ranked; None if it was not measured.
+
+        Under differential privacy no round is preferred to another.
+        """
+        if self.measured is None or not self.setup.algorithm.privacy.delivers_best_round:
+            return None
+        round, score = self.measured
+        return score if round == state.round else None
+
+    def _is_among_best(self, state: ServerState) -> bool:
+        """Return whether the model of this state was measured, and is among the best that are to be kept."""
+        score = self._score_of(state)
+        if score is None:
+            return False
+        return is_among_best(self.record.checkpoints, state.round, score, self.config.rounds.keep_best)
 
     def _empty_memories(self) -> MemoryStore:
         """Return the place for what clients remember: in memory, and on disk once it is large."""

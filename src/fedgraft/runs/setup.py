@@ -31,7 +31,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples
 from fedgraft.core.rng import torch_stream
-from fedgraft.core.state import Federation
+from fedgraft.core.state import Federation, Schedule
 from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.pixels.transforms import STATISTICS, Transform, rule_for
@@ -62,6 +62,8 @@ class RunParts:
     """What decides the bytes of the result; a folder belongs to one identity."""
     from_objects: bool = False
     """The parts came from Python: the folder's config.toml alone cannot build them again."""
+    schedule: Schedule | None = None
+    """The user's own learning rate over rounds; None: that of the config."""
 
     @property
     def model(self) -> VisionNetwork:
@@ -121,6 +123,8 @@ class RunSetup:
         membership: dict[str, Any] = {}
         if not parts.from_objects:
             membership = _membership(config, task.data)
+        if parts.schedule is not None:
+            membership["schedule"] = parts.schedule
         federation = build_federation(
             config,
             algorithm.lr,
