@@ -431,7 +431,7 @@ class Sums:
         fields: dict[str, Field] = {}
         if requests:
             for name, summand in action.summands(self.network, requests[0].settings).items():
-                fields[name] = Field(summand.shape, summand.dtype, summand.limit)
+                fields[name] = Field(summand.shape, summand.dtype, summand.largest_in_the_clear)
         return fields
 
     def _exchange(

@@ -29,6 +29,11 @@ _SCORE_SETTINGS = {**_SHARE_SETTINGS, "estimator": str, "labels": str, "batch": 
 """And the Fisher estimator, whose labels it uses ("true", "expected", ...), and the batch size."""
 
 
+_CLEAR_LIMIT = 2.0**100
+"""Scores of a head that is sure of wrong answers grow with the square of its weights: in the clear nothing but the range
+of float32 bounds them. Inside a secure sum 2^33 does: a thousand images of 2^23 each, in as many words as 2^23 needed."""
+
+
 def _named_weights(settings: Mapping[str, Scalar]) -> list[str]:
     """Return the names of the parameters that a request is about, from its setting "names"."""
     return str(settings["names"]).split("\n")
@@ -112,7 +117,7 @@ def fisher_scores(request: Request, context: ClientContext) -> dict[str, Tensor]
 
 def _fisher_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
     size = _count_weights(network, settings) + 1  # the last entry counts examples
-    return {"scores": Summand((size,), torch.float32, 2.0**23, 2.0**-50)}
+    return {"scores": Summand((size,), torch.float32, 2.0**33, 2.0**-40, _CLEAR_LIMIT)}
 
 
 def _fisher_implausible(response: Response) -> str:
@@ -154,7 +159,8 @@ def gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
 
 
 def _gradient_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
-    return {"gradient": Summand((_count_weights(network, settings),), torch.float32, 2.0**23, 2.0**-40)}
+    size = _count_weights(network, settings)
+    return {"gradient": Summand((size,), torch.float32, 2.0**33, 2.0**-30, _CLEAR_LIMIT)}
 
 
 # ---- a mask of the client's own
