@@ -23,6 +23,7 @@ HEAD_ACTIONS = {
     "cof": ("class_sums",),
     "lda": ("statistics",),
     "random": (),
+    "stored": (),
 }
 """The client actions that each way to start the head requests."""
 LEAST_IMAGES = 10
@@ -55,7 +56,7 @@ def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     has_metrics = bool(config.metrics) or config.select != "accuracy"
     measures_by_sums = measures and algorithm.privacy.collects_sum and has_metrics
     head = algorithm.closed_form or config.head
-    scores_head = holds_out and head != "random"
+    scores_head = holds_out and HEAD_ACTIONS[head] != ()
     actions = []
     if config.rounds.total > 0:
         actions.append("train")

@@ -35,8 +35,10 @@ from fedgraft.privacy.protection import DifferentialPrivacy, private, secure
 def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
     """Return the pretrained backbone with a head for the classes of this data; reads weights from disk or the Hub."""
     source = source_for_data(config.model.name, dataset)
-    classes = len(dataset.classes)
-    return load_network(source, classes, config.data.image_size, config.model.dropout, config.seed)
+    image_size = config.data.image_size
+    if config.model.head == "stored":
+        return load_network(source, None, image_size, config.model.dropout, config.seed).with_own_head(dataset.classes)
+    return load_network(source, len(dataset.classes), image_size, config.model.dropout, config.seed)
 
 
 def source_for_data(source: Any, dataset: Dataset) -> Any:
@@ -296,7 +298,7 @@ def check_private(config: Config, algorithm: Algorithm) -> None:
     if Capability.CLIENT_WEIGHTS in algorithm.weighting.requires:
         weighting = algorithm.weighting.name
     check_combination(weighting, config.rounds.sampling, private_delta(config), config.partition.clients)
-    if config.head != "random":
+    if config.makes_head:
         raise _not_covered(
             "model.head",
             f"model.head={config.head!r} is computed from sums of the clients' data",

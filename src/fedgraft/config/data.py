@@ -109,13 +109,16 @@ class ModelTable(Section):
     """The pretrained network and its head."""
 
     name: str = Field(
-        "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
+        "nano",
+        description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, the folder of a "
+        "finished run, or a Hub name",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
-    head: Literal["ridge", "probe", "ncm", "cof", "lda", "random"] | None = Field(
+    head: Literal["ridge", "probe", "ncm", "cof", "lda", "stored", "random"] | None = Field(
         None,
-        description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, linear discriminant, at "
-        "random; default: ridge, under differential privacy random",
+        description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, linear discriminant, as "
+        "stored with the network (a run's folder, an exported one), at random; default: ridge, under differential "
+        "privacy random",
     )
     ridge: float | None = Field(
         None,

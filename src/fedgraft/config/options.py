@@ -225,6 +225,11 @@ class Config(Section):
         return "ridge"
 
     @property
+    def makes_head(self) -> bool:
+        """Whether a head is computed from sums of the clients' data before the first round."""
+        return self.head not in ("random", "stored")
+
+    @property
     def table(self) -> dict[str, Any]:
         """Every option, as tables that `validate` takes again; of algorithm and trainable only those that are set.
 

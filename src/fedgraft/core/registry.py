@@ -143,7 +143,7 @@ def load_plugins() -> None:
 
 
 GIVEN = frozenset({"local", "trainable", "loss", "seed", "freeze_blocks", "lr"})
-"""Arguments that the config passes to every algorithm, or to every schedule (`lr`); they are no options of their own."""
+"""Arguments that the config passes to every algorithm, or to every schedule (`lr`); nobody chooses them by name."""
 ALGORITHMS = Registry("algorithm")
 TRAINABLES = Registry("trainable kind")
 LOSSES = Registry("loss")

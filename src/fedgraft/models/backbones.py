@@ -93,6 +93,8 @@ def model(
     network.source = facts.source
     network.licence = facts.licence
     network.stored = facts.stored
+    if network.classes == len(facts.class_names) and classes is None:
+        network.class_names = facts.class_names
     if hasattr(preprocessor, "to_dict"):
         preprocessor = preprocessor.to_dict()
     network.preprocessor = facts.preprocessor
@@ -186,7 +188,9 @@ def _copy_object(source: Any) -> tuple[Any, folders.StoredHead, folders.SourceFa
             "give the model as transformers builds it",
             tensor=unfit[0],
         )
-    return backbone, folders.head_of(source.state_dict()), folders.SourceFacts(type(source).__name__)
+    class_names = folders.class_names_in(getattr(source.config, "id2label", None))
+    facts = folders.SourceFacts(type(source).__name__, class_names=class_names)
+    return backbone, folders.head_of(source.state_dict()), facts
 
 
 def at_size(backbone: Any, size: int) -> nn.Module:

@@ -23,6 +23,8 @@ _RANDOM_OPTIONS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_
 _FETCHED_FILES = ("config.json", "preprocessor_config.json", "README.md", "*.safetensors", "*.safetensors.index.json")
 _DEFAULT_SIZE = 224
 
+EXPORTED = "model"
+"""The folder inside that of a run with its adapted model, where another run begins with it."""
 StoredHead = tuple[Tensor, Tensor] | None
 """Weight and bias of a stored head, or None."""
 
@@ -36,11 +38,22 @@ class SourceFacts:
     preprocessor: Mapping[str, Any] | None = None
     stored: bool = False
     """Whether the weights lie in a folder of the user's or on the Hub, where transformers finds them."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes of the stored head, in the order of its outputs; empty if it does not name them."""
 
 
 def locate(name: str) -> Path:
     """Return the folder or file of a name: a local path, or a Hub repository `owner/name[@revision]`, fetched."""
     path = Path(name).expanduser()
+    if (path / "run.json").is_file():  # a run's folder: its adapted model lies inside, once it is exported
+        path = path / EXPORTED
+        if not path.is_dir():
+            raise FedgraftError(
+                "E-MODELS-RUN",
+                f"{name} is the folder of a run, and its adapted model is not exported yet",
+                f"fedgraft export {name} {path}",
+                name=name,
+            )
     if path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
         return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name) or name.startswith((".", "/")):
@@ -167,7 +180,30 @@ def folder_facts(source: Path, name: str) -> SourceFacts:
     public_name = name
     if Path(name).expanduser().exists():
         public_name = source.resolve().name
-    return SourceFacts(public_name, _licence(source / "README.md"), preprocessor, stored=source.is_dir())
+    licence = _licence(source / "README.md")
+    return SourceFacts(public_name, licence, preprocessor, source.is_dir(), _stored_class_names(source))
+
+
+def _stored_class_names(source: Path) -> tuple[str, ...]:
+    """Return the names that a folder's config.json gives to its outputs, in their order; empty if it names none.
+
+    `LABEL_0`, `LABEL_1`, ... are transformers' words for outputs without names.
+    """
+    path = source / "config.json"
+    if not path.is_file():
+        return ()
+    return class_names_in(read_json(path).get("id2label"))
+
+
+def class_names_in(id2label: Any) -> tuple[str, ...]:
+    """Return the names in a table of a transformers configuration, by number; empty if it names no outputs."""
+    if not isinstance(id2label, Mapping):
+        return ()
+    names = {int(number): str(name) for number, name in id2label.items() if str(number).isdecimal()}
+    ordered = [names.get(number, "") for number in range(len(names))]
+    if "" in ordered or all(re.fullmatch(r"LABEL_\d+", name) for name in ordered):
+        return ()
+    return tuple(ordered)
 
 
 def _licence(card: Path) -> str:

@@ -204,10 +204,12 @@ def run(
 
     def make_network() -> VisionNetwork:
         """Return the network as the run begins with it."""
+        if config.head == "stored":
+            return network.with_own_head(data.dataset.classes)
         return network.with_head(data.classes, seed)
 
     fitted = network
-    if network.classes != data.classes:
+    if config.head == "stored" or network.classes != data.classes:
         fitted = make_network()
     parts = _parts(algorithm, fitted, data, config, augment, own_schedule)
     if folder is None:

@@ -363,7 +363,7 @@ def _feature_bytes(setup: RunSetup, opened: OpenRun) -> int:
     total = 0
     for table, rows in _feature_tables(setup, opened):
         total += 4 * rows * table.cache.views * int(np.prod(table.cache.shape))
-    if setup.config.head != "random":
+    if setup.config.makes_head:
         total += 4 * len(setup.task.data.train_rows) * setup.task.network.width
     return total
 

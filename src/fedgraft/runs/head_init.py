@@ -265,9 +265,10 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
 def install_head(setup: RunSetup, engines: Engines) -> InitialModel | None:
     """Make a head from the clients' sums (or take a cached one), write it into the network, and measure it.
 
-    Return its accuracy, loss and traffic; None where the config keeps the random head. Worker processes are ended.
+    Return its accuracy, loss and traffic; None where the config keeps the random or the stored
+    head. Worker processes are ended.
     """
-    if setup.config.head == "random":
+    if not setup.config.makes_head:
         return None
     network = setup.task.network
     scorer = _scorer(setup, engines)

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,10 +39,12 @@ from fedgraft.data.pixels.transforms import STATISTICS, Transform, rule_for
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
 from fedgraft.metrics.metrics import check_metric
+from fedgraft.models.folders import EXPORTED
 from fedgraft.models.network import VisionNetwork
 from fedgraft.privacy.dp import simulation_key
 from fedgraft.privacy.protection import Private
 from fedgraft.runs.closed_form import refuse_hidden_cof
+from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.rates import head_curvature, with_default_rates
 from fedgraft.runs.task import Task
 from fedgraft.runs.trackers import require
@@ -318,6 +321,7 @@ def parts_from_config(config: Config, data: FederatedData | None = None) -> RunP
     if data.clients != config.partition.clients:  # the data says who its owners are
         config = validate(merge(config.table, {"partition": {"clients": data.clients}}))
         algorithm = build_algorithm(config)
+    _export_named_run(config)
     with phase("loading the network"):
         network = build_network(config, data.dataset).place(choose_devices(config.device).first)
     algorithm.trainable.check(network)
@@ -331,6 +335,24 @@ def parts_from_config(config: Config, data: FederatedData | None = None) -> RunP
     require(config.track.trackers)
     task = Task(network, data, transform_for(network, config), config.model.name)
     return RunParts(config, algorithm, task, identity)
+
+
+def _export_named_run(config: Config) -> None:
+    """Export the adapted model of the run whose folder `model.name` is, into that folder, unless it was done before."""
+    folder = Path(config.model.name)
+    if not (folder / "run.json").is_file() or (folder / EXPORTED).is_dir():
+        return
+    from fedgraft.runs.deliver import export_run  # opens that run, which needs this module
+
+    record = RunFolder.open(folder)
+    if record.status != "finished":
+        raise FedgraftError(
+            "E-RUN-MODEL-UNFINISHED",
+            f"model.name={config.model.name!r} is the folder of a run that is {record.status}",
+            f"finish it first: fedgraft resume {config.model.name}",
+            path=str(folder),
+        )
+    export_run(folder, folder / EXPORTED)
 
 
 def setup_of(

@@ -30,8 +30,8 @@ _SCORE_SETTINGS = {**_SHARE_SETTINGS, "estimator": str, "labels": str, "batch": 
 
 
 _CLEAR_LIMIT = 2.0**100
-"""Scores of a head that is sure of wrong answers grow with the square of its weights: in the clear nothing but the range
-of float32 bounds them. Inside a secure sum 2^33 does: a thousand images of 2^23 each, in as many words as 2^23 needed."""
+"""Scores of a head that is sure of wrong answers grow with the square of its weights: in the clear nothing but float32
+bounds them. Inside a secure sum 2^33 does: a thousand images of 2^23 each, in as many words as 2^23 needed."""
 
 
 def _named_weights(settings: Mapping[str, Scalar]) -> list[str]:
