@@ -8,7 +8,8 @@
 | `features:width=384` | no backbone: a linear head on precomputed features; a run takes the width from its data |
 | `vit-s16`, `tiny`, `vit:width=64,depth=4,heads=2,patch=8,size=32` | a ViT drawn from the seed |
 | a folder | `config.json` and `model.safetensors`, as `save_pretrained` writes them |
-| a `.safetensors` file | weights under the names of the original DINO release |
+| a `.safetensors` or `.pth` file | weights under the names of the original DINO release |
+| a module of torch.hub's DINO | the same names: its weights are copied |
 | `facebook/dino-vits16`, `owner/name@revision` | a folder fetched from the Hub |
 | a `transformers` model | `ViTModel`, `SwinForImageClassification`, ...: its weights are copied |
 """
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import derive
 from fedgraft.models import folders
+from fedgraft.models.dino_hub import has_dino_names, vit_of
 from fedgraft.models.families import FAMILIES, Family, mean_token
 from fedgraft.models.network import VisionNetwork, check_classes, draw_head, linear_layer
 from fedgraft.models.quiet import drawn_from, quiet
@@ -160,6 +162,9 @@ def _copy_object(source: Any) -> tuple[Any, folders.StoredHead, folders.SourceFa
 
     The copy is built anew without pooler and with everything random inside it off.
     """
+    if isinstance(source, nn.Module) and has_dino_names(source.state_dict()):
+        name = type(source).__name__
+        return vit_of(source.state_dict(), f"this {name}"), None, folders.SourceFacts(name)
     base = getattr(source, "base_model", None)
     config = getattr(source, "config", None)
     if not isinstance(source, nn.Module) or base is None or config is None:

@@ -56,6 +56,10 @@ def locate(name: str) -> Path:
             )
     if path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
         return path
+    if path.is_file() and path.suffix in (".pth", ".pt"):
+        from fedgraft.models.dino_hub import converted
+
+        return converted(path)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name) or name.startswith((".", "/")):
         raise FedgraftError(
             "E-MODELS-UNKNOWN",
@@ -93,11 +97,20 @@ def _fetch(name: str) -> Path:
         raise FedgraftError(
             "E-MODELS-HUB-PICKLED",
             f"the Hub's {name!r} has no safetensors weights, and pickled ones are not read",
-            f"choose a revision that has them ({owner_name}@refs/pr/NUMBER), or convert a copy you trust and give its "
-            "folder",
+            f"choose a revision that has them ({owner_name}@refs/pr/NUMBER), or convert it once, if you trust it, and give "
+            f"the new folder: {_conversion_command(owner_name)}",
             name=name,
         )
     return folder
+
+
+def _conversion_command(owner_name: str) -> str:
+    """Return the command that writes a Hub repository's weights as safetensors into a folder of its name."""
+    folder = owner_name.rpartition("/")[2]
+    return (
+        'python -c "from transformers import AutoModel; '
+        f"AutoModel.from_pretrained('{owner_name}').save_pretrained('{folder}')\""
+    )
 
 
 def load_backbone(source: Path) -> nn.Module:
