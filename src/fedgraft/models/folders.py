@@ -97,8 +97,8 @@ def _fetch(name: str) -> Path:
         raise FedgraftError(
             "E-MODELS-HUB-PICKLED",
             f"the Hub's {name!r} has no safetensors weights, and pickled ones are not read",
-            f"choose a revision that has them ({owner_name}@refs/pr/NUMBER), or convert it once, if you trust it, and give "
-            f"the new folder: {_conversion_command(owner_name)}",
+            f"choose a revision that has them ({owner_name}@refs/pr/NUMBER), or convert it once, if you trust it, and "
+            f"give the new folder: {_conversion_command(owner_name)}",
             name=name,
         )
     return folder
