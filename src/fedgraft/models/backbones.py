@@ -28,7 +28,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import derive
 from fedgraft.models import folders
 from fedgraft.models.dino_hub import has_dino_names, vit_of
-from fedgraft.models.families import FAMILIES, Family, mean_token
+from fedgraft.models.families import FAMILIES, Family
 from fedgraft.models.network import VisionNetwork, check_classes, draw_head, linear_layer
 from fedgraft.models.quiet import drawn_from, quiet
 from fedgraft.models.small import NoBackbone, SmallCnn, SmallConfig
@@ -167,6 +167,9 @@ def _copy_object(source: Any) -> tuple[Any, folders.StoredHead, folders.SourceFa
         return vit_of(source.state_dict(), f"this {name}"), None, folders.SourceFacts(name)
     base = getattr(source, "base_model", None)
     config = getattr(source, "config", None)
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    if family is not None and hasattr(source, family.stem):  # DINOv3 calls its encoder its base model
+        base = source
     if not isinstance(source, nn.Module) or base is None or config is None:
         raise FedgraftError(
             "E-MODELS-SOURCE-TYPE",
@@ -222,9 +225,12 @@ def at_size(backbone: Any, size: int) -> nn.Module:
     config.image_size = size
     side = size // _check_grid(family, config)
     state = backbone.state_dict()
-    name = f"{family.stem}.position_embeddings"
-    if name in state:
-        state[name] = interpolate_positions(state[name], family.tokens, side, family.antialias)
+    positions = state.get(family.positions)
+    if positions is not None:
+        resized_positions = interpolate_positions(
+            positions.view(1, *positions.shape[-2:]), family.tokens, side, family.antialias
+        )
+        state[family.positions] = resized_positions.view(*positions.shape[:-2], *resized_positions.shape[-2:])
     resized = _construct(type(backbone), config, 0)
     resized.load_state_dict(state)
     return resized
@@ -243,7 +249,7 @@ def _check_grid(family: Family, config: Any) -> int:
             image_size=config.image_size,
             patch=patch,
         )
-    if family.pool is mean_token:
+    if hasattr(config, "window_size"):
         smallest = config.window_size * patch * 2 ** (len(config.depths) - 1)
         if config.image_size < smallest:
             raise FedgraftError(

@@ -18,8 +18,12 @@ from fedgraft.models.families import FAMILIES
 from fedgraft.models.network import IMAGENET_MEAN, IMAGENET_STD
 from fedgraft.models.quiet import drawn_from, quiet
 
-_RANDOM_OPTIONS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+_RANDOM_OPTIONS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "drop_path_rate")
 """Options of a configuration that make a backbone random; dropout has one place, before the head."""
+_RANDOM_POSITIONS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
+"""Options by which DINOv3 moves its positions at random in training."""
+TWO_TOWERS = {"clip_vision_model": "CLIPVisionModel", "siglip_vision_model": "SiglipVisionModel"}
+"""The classes of vision towers, by the type of their configuration, in models of images and texts."""
 _FETCHED_FILES = ("config.json", "preprocessor_config.json", "README.md", "*.safetensors", "*.safetensors.index.json")
 _DEFAULT_SIZE = 224
 
@@ -124,6 +128,15 @@ def load_backbone(source: Path) -> nn.Module:
     from transformers import AutoModel
 
     kind: Any = AutoModel
+    if f"{config.model_type}_vision_model" in TWO_TOWERS:  # only the tower for images is a backbone
+        import transformers
+
+        config = without_randomness(config.vision_config)
+        kind = getattr(transformers, TWO_TOWERS[config.model_type])
+    if getattr(config, "exported_as", None) == "vision tower":
+        from fedgraft.models.vision_tower import CLASSIFIERS
+
+        kind = CLASSIFIERS[config.model_type]
     options = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
     if getattr(config, "stem", None) == "cifar":
         from fedgraft.models.cifar_resnet import CifarResNetModel as kind
@@ -141,6 +154,8 @@ def load_backbone(source: Path) -> nn.Module:
             "fetch the folder again",
             path=str(source),
         ) from error
+    if getattr(config, "exported_as", None) == "vision tower":
+        backbone = backbone.tower
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise FedgraftError(
@@ -328,6 +343,9 @@ def without_randomness(config: Any) -> Any:
     for key in _RANDOM_OPTIONS:
         if hasattr(config, key):
             setattr(config, key, 0.0)
+    for key in _RANDOM_POSITIONS:
+        if hasattr(config, key):
+            setattr(config, key, None)
     return config
 
 

@@ -37,7 +37,6 @@ _SETTINGS = (
     "downsample_in_bottleneck",
 )
 """Settings that change what a network computes without showing in its shapes."""
-_PROBED_PARTS = {None: "", "attention": "attention.o_proj", "mlp": "mlp"}
 """The submodule of a ViT block behind each suffix of a probe name."""
 
 
@@ -266,8 +265,8 @@ class VisionNetwork(nn.Module):
         match = re.fullmatch(r"block(\d+)(?:\.(attention|mlp))?", name)
         if match is not None:
             block = int(match[1])
-            part = _PROBED_PARTS[match[2]]
-            if block < len(self.blocks) and (not part or self.cut.inner):
+            part = {None: "", "attention": self.cut.attention, "mlp": "mlp"}[match[2]]
+            if block < len(self.blocks) and (match[2] is None or self.cut.inner):
                 return self.blocks[block].get_submodule(part)
         example = ", ".join(self.default_probe_layers()) or "none"
         raise FedgraftError(
