@@ -40,6 +40,7 @@ from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
 from fedgraft.edit.trainable import RoundRobinMasks
 from fedgraft.engines import batched as batched_module
+from fedgraft.engines import together
 from fedgraft.engines.batched import Batched
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.stack import Stack
@@ -869,8 +870,8 @@ def test_batched_notices_an_engine_that_steps_nowhere(monkeypatch: pytest.Monkey
 
 def test_batched_notices_a_slot_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links of the update that the engine does not run: FedNova's clients do not normalise."""
-    real = batched_module.run_chain
-    monkeypatch.setattr(batched_module, "run_chain", lambda links, *rest: real((), *rest))
+    real = together.run_chain
+    monkeypatch.setattr(together, "run_chain", lambda links, *rest: real((), *rest))
     with pytest.raises((AssertionError, FedgraftError)):
         batched_is_reference(HEADS["fednova"])
 

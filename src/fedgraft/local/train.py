@@ -25,10 +25,8 @@ from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, new_stat
 from fedgraft.local.progress import Snapshot, TrainingProgress, resumable
 
 
-class Flat(Protocol):
-    """A network's trained coordinates as one vector; implemented by `core.space.Bound`."""
-
-    values: Tensor
+class Grouped(Protocol):
+    """Trained coordinates of which some may have a rate or a turn of their own."""
 
     @property
     def trained(self) -> int: ...
@@ -37,8 +35,15 @@ class Flat(Protocol):
         """The slice of the head's coordinates among the trained ones; empty if the head is frozen."""
         ...
 
-    def training_mode(self) -> None: ...
     def turns(self, endings: Sequence[str]) -> list[tuple[slice, int | None]]: ...
+
+
+class Flat(Grouped, Protocol):
+    """A network's trained coordinates as one vector; implemented by `core.space.Bound`."""
+
+    values: Tensor
+
+    def training_mode(self) -> None: ...
     def load(self, vector: Tensor) -> None: ...
     def gradient(self) -> Tensor: ...
     def push(self) -> None: ...
@@ -113,10 +118,10 @@ class LocalTraining:
         required: set[Capability] = set()
         if self.sampling == "federation":
             required.add(Capability.CLASS_COUNTS)
-        differs_by_client = self.sampling != "uniform" or self.clip is not None
-        several_groups = self.head_lr is not None or bool(self.turns)
-        if differs_by_client or self.amp is not None or several_groups:
+        if self.sampling != "uniform" or self.amp == "float16":  # by the client's classes, by its loss scale
             required.add(Capability.SEPARATE_CLIENTS)
+        if self.clip is not None or self.amp is not None or self.head_lr is not None or self.turns:
+            required.add(Capability.GRADIENT_VECTORS)
         return frozenset(required)
 
     @property
@@ -332,7 +337,7 @@ def train(
         rates.append(rate)
         flat.push()
     flat.pull_buffers()
-    effective_steps = _effective_steps(rule, rates)
+    effective_steps = effective_steps_of(rule, rates)
     closing = rule.correction.finish(values, context, effective_steps)
     new_memory = {**closing.memory, **loss.finish(loss_context)}
     if loss_scale is not None:
@@ -432,7 +437,7 @@ def _parameter_groups(rule: LocalTraining, flat: Flat, state: OptimizerState, de
     The state is that of the last round if `state` has it, otherwise a new one.
     """
     groups = []
-    for i, (piece, factor, turn) in enumerate(_pieces(rule, flat)):
+    for i, (piece, factor, turn) in enumerate(pieces_of(rule, flat)):
         optimizer_state = {}
         for name, tensor in state.items():
             if name.startswith(f"{i}/"):
@@ -445,7 +450,7 @@ def _parameter_groups(rule: LocalTraining, flat: Flat, state: OptimizerState, de
     return groups
 
 
-def _pieces(rule: LocalTraining, flat: Flat) -> list[tuple[slice, float, int | None]]:
+def pieces_of(rule: LocalTraining, flat: Grouped) -> list[tuple[slice, float, int | None]]:
     """Return the pieces of the vector that differ in rate or turn: slice, factor of the rate, turn (None: every step).
 
     The head is a piece of its own if it has a rate of its own.
@@ -469,7 +474,7 @@ def _pieces(rule: LocalTraining, flat: Flat) -> list[tuple[slice, float, int | N
     return pieces
 
 
-def _effective_steps(rule: LocalTraining, rates: list[float]) -> float:
+def effective_steps_of(rule: LocalTraining, rates: list[float]) -> float:
     """Return Σ rates times the optimizer's mean gain: the displacement by a constant unit gradient."""
     if rule.optimizer.effective_steps is None or not rates:
         return math.nan
