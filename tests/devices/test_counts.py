@@ -41,7 +41,7 @@ def on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 def counts_of_a_round(*options: str) -> Counts:
     """What the second round moves, when the network is bound and the index is on the device."""
-    job = Open(tiny(f"local.steps={STEPS}", *options))
+    job = Open(tiny(f"local.steps={STEPS}", "pack=off", *options))
     engine = job.engine()
     state, _ = run_round(job.algorithm, job.setup.federation, job.begin(), engine, job.server_context)
     with counted() as counts:
@@ -73,6 +73,20 @@ def test_clients_of_a_linear_head_share_their_transfers() -> None:
     counts = counts_of_a_round()
     assert counts.waits == counts.downloads == 2  # for the whole chunk: losses, updates
     assert counts.uploads == 3  # models, labels, features
+
+
+TEN = ("partition.clients=10", "local.batch_size=4")
+PACKED = {"low rank": ("trainable.kind=lora",), "last block": (BODY, "trainable.blocks=1"), "sparse": SPARSE}
+
+
+@pytest.mark.parametrize(
+    "kind", ["last block", *(pytest.param(k, marks=pytest.mark.deploy) for k in PACKED if k != "last block")]
+)
+def test_packed_clients_launch_at_least_five_times_less_and_share_their_transfers(kind: str) -> None:
+    alone, together = (counts_of_a_round(*TEN, *PACKED[kind], f"pack={pack}") for pack in ("off", "auto"))
+    assert together.launches * 5 <= alone.launches
+    assert together.uploads == 1 + 1 + STEPS  # all models, all labels, the images of a step
+    assert together.waits == together.downloads == 1  # all updates with their losses
 
 
 def test_float16_waits_once_a_step_to_know_whether_it_overflowed() -> None:

@@ -192,6 +192,7 @@ class Batched(ClientsTogether):
         """Return a flat float32 view of `size` entries of the named buffer, on the network's device."""
         return _buffer(buffers, name, size, self.device)
 
+
 def _loss_gradient(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     """Return the gradient of each example's loss by its logits (c, k, b), and minus that loss (c, 1, b).
 

@@ -1,4 +1,4 @@
-"""The engine that trains a small edit of several clients as one computation: ten clients of batch 32 are a batch of 320.
+"""The engine that trains a small edit of several clients as one computation: ten batches of 32 are one of 320.
 
 Clients of a round that train the same small edit (low-rank factors, a mask, the head, the last blocks) share everything
 else. Their images go through the frozen layers as one batch; a trained layer has a stack of weights and makes one
@@ -177,6 +177,7 @@ class Packed(ClientsTogether):
         starts = self.device.put(torch.stack(vectors))
         packed.load(starts)
         groups = _groups(rule, packed, self.device)
+        context = rule.correction.prepare(packed.values.clone(), {}, {})
         all_labels, all_weights = labels_and_weights(tasks, self.context.examples.labels, b)
         labels = self.device.put(all_labels)
         weights = None if all_weights is None else self.device.put(all_weights)
@@ -193,6 +194,7 @@ class Packed(ClientsTogether):
             loss.sum().backward()
             losses.append(loss.detach())
             gradient = packed.gradient()
+            rule.correction.adjust(gradient, packed.values, context)
             if rule.clip is not None:
                 clip_each_(gradient, rule.clip)
             for group in groups:

@@ -240,7 +240,9 @@ class ClientsTogether(Memories, ABC):
         with self._reading:  # examples may compute features that are not cached yet, with the one network there is
             return self.context.examples.batch(rows, flips)
 
-    def _response(self, task: ClientTask, update: Tensor, metrics: dict[str, float], effective_steps: float) -> Response:
+    def _response(
+        self, task: ClientTask, update: Tensor, metrics: dict[str, float], effective_steps: float
+    ) -> Response:
         """Return the response of one client from its update (coordinates sent,) and what it reports for the record.
 
         `effective_steps` are those of its training, for the links of the update.

@@ -114,7 +114,7 @@ def estimate_run(setup: RunSetup, opened: OpenRun, engines: Engines) -> Estimate
         costs = _measure_steps(setup, opened)
     choice = engines.choice(setup.algorithm, opened.context)
     processes = max(1, choice.workers)
-    batch = min(setup.algorithm.local.batch_size, setup.task.data.largest)
+    batch = choice.pack * min(setup.algorithm.local.batch_size, setup.task.data.largest)
     # Before the first round all images pass the frozen part, on several processes; later every process trains clients.
     per_process = max(
         costs.training_bytes.at(batch),

@@ -290,7 +290,7 @@ def test_links_that_scale_an_update_are_applied_as_the_reference_does(name: str)
 
 
 def test_a_forgotten_link_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batched, "run_chain", lambda links, update, sending: (update, {}))
+    monkeypatch.setattr(together, "run_chain", lambda links, update, sending: (update, {}))
     assert max(apart for apart, _, _ in sent(LINKS["clip"])) > 1e-3
 
 
