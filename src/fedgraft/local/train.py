@@ -192,6 +192,8 @@ class Trained:
     """Steps whose loss, or in float16 whose gradient at any scale, was not finite; float16 skips them."""
     retried: int = 0
     """Gradients of float16 that were computed again with a smaller loss scale."""
+    values: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The vector after training, on the host; where that is where it trains, the vector itself."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -347,18 +349,28 @@ def train(
     for i, group in enumerate(groups):
         for name, tensor in group.state.items():
             new_state[f"{i}/{name}"] = tensor
-    mean_loss, nonfinite = _read_losses(losses)
+    trained_values, mean_loss, nonfinite = _fetch_results(flat.values, losses)
     retried = 0 if loss_scale is None else loss_scale.retried
-    return Trained(new_state, mean_loss, len(losses), effective_steps, closing, nonfinite + skipped, retried)
+    return Trained(
+        new_state, mean_loss, len(losses), effective_steps, closing, nonfinite + skipped, retried, trained_values
+    )
 
 
-def _read_losses(losses: list[Tensor]) -> tuple[float, int]:
-    """Return the mean of the batches' losses and how many of them are not finite; one wait for both."""
+def _fetch_results(values: Tensor, losses: list[Tensor]) -> tuple[Tensor, float, int]:
+    """Return the trained vector on the host, the mean of the batches' losses, and how many of them are not finite.
+
+    A device sends all of it at once, so that a client waits for it once.
+    """
     if not losses:
-        return math.nan, 0
+        return fetch(values), math.nan, 0
     stacked = torch.stack(losses)
-    mean, nonfinite = read(torch.stack([stacked.mean(), (~stacked.isfinite()).sum().to(stacked.dtype)]))
-    return mean, int(nonfinite)
+    about_losses = torch.stack([stacked.mean(), (~stacked.isfinite()).sum().to(stacked.dtype)])
+    if Device(values.device).is_host:
+        mean, nonfinite = read(about_losses)
+        return values, mean, int(nonfinite)
+    results = fetch(torch.cat([values, about_losses]))
+    mean, nonfinite = read(results[-2:])
+    return results[:-2], mean, int(nonfinite)
 
 
 @contextmanager
