@@ -89,6 +89,13 @@ def test_packed_clients_launch_at_least_five_times_less_and_share_their_transfer
     assert together.waits == together.downloads == 1  # all updates with their losses
 
 
+@pytest.mark.parametrize(("augment", "numbers"), [('["flip","crop","jitter"]', 3), ('["resized_crop"]', 1), ("[]", 0)])
+def test_images_go_up_as_bytes_and_are_transformed_there(augment: str, numbers: int) -> None:
+    counts = counts_of_a_round(BODY, "trainable.blocks=2", f"data.augment={augment}", "data.cache_features=false")
+    assert counts.uploads == CLIENTS * (1 + (BATCH + numbers) * STEPS)  # one more for the numbers of each operation
+    assert counts.downloads == counts.waits == CLIENTS
+
+
 def test_float16_waits_once_a_step_to_know_whether_it_overflowed() -> None:
     assert counts_of_a_round(BODY, "local.amp=float16").waits == CLIENTS * (1 + STEPS)
 

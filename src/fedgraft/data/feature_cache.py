@@ -262,6 +262,7 @@ class CachedExamples:
         """Return the network's pixel inputs at these places: plain for the first N, mirrored for the others."""
         count = len(self.examples)
         pixels = self.examples.pixels(torch.from_numpy(places % count))
+        pixels = Device.of(self.network).put(pixels)
         return self.examples.transform.view(pixels, torch.from_numpy(places >= count))
 
     def _values(self, places: np.ndarray) -> Tensor:

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext
 from fedgraft.core.capabilities import Capability
-from fedgraft.core.device import Device, fetch
+from fedgraft.core.device import Device, PreparesOnDevice, fetch
 from fedgraft.core.messages import Response
 from fedgraft.core.protocols import Network
 from fedgraft.core.space import EditSpace
@@ -186,7 +186,7 @@ class Packed(ClientsTogether):
         rate = rule.rate(tasks[0].learning_rate, len(tasks[0].rows))
         losses: list[Tensor] = []
         for step in range(steps):
-            inputs = self.device.put(self._inputs(tasks, flips, step, b))
+            inputs = self._inputs(tasks, flips, step, b)
             weight = None if weights is None else weights[:, step]
             with self.device.autocast(rule.amp):
                 logits = packed.network(inputs, self.context.examples.entry)  # (c * b, k)
@@ -229,14 +229,24 @@ class Packed(ClientsTogether):
 
         `flips` are the clients' augmentation generators, which advance.
         """
-        batches = []
+        examples = self.context.examples
+        draws = []
         for task, generator in zip(tasks, flips, strict=True):
             begin = sum(task.sizes[:step])
-            batch = self._read(task.drawn[begin : begin + task.sizes[step]], generator)
-            batches.append(batch)
-            if len(batch) < b:
-                batches.append(batch.new_zeros(b - len(batch), *batch.shape[1:]))
-        return torch.cat(batches)
+            draws.append((task.drawn[begin : begin + task.sizes[step]], generator))
+        if not self.device.is_host and isinstance(examples, PreparesOnDevice):
+            return torch.cat(_padded(examples.batches_on(self.device, draws), b))
+        return self.device.put(torch.cat(_padded([self._read(*draw) for draw in draws], b)))
+
+
+def _padded(batches: list[Tensor], b: int) -> list[Tensor]:
+    """Return batches of b rows each, with zeros behind those that are shorter."""
+    padded = []
+    for batch in batches:
+        padded.append(batch)
+        if len(batch) < b:
+            padded.append(batch.new_zeros(b - len(batch), *batch.shape[1:]))
+    return padded
 
 
 def _losses(logits: Tensor, labels: Tensor, weights: Tensor | None, smoothing: float) -> Tensor:

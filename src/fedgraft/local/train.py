@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedgraft.core import ranges
 from fedgraft.core.capabilities import Capabilities, Capability
-from fedgraft.core.device import Device, fetch, fetch_all, read
+from fedgraft.core.device import Device, fetch, fetch_all, inputs_on, read
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted
 from fedgraft.core.protocols import Examples, Network, with_prefetch
@@ -314,7 +314,7 @@ def train(
             flat.pull_buffers()
             present = Snapshot(step, flat.values, states, augment, losses, rates, skipped, loss_scale)
             progress.save(present.to_tensors())
-        inputs = device.put(examples.batch(batch, augment))
+        inputs = inputs_on(device, examples, batch, augment)
         labels = device.put(examples.labels[batch])
         with device.autocast(rule.amp), lone_values_by_running_statistics(network, len(batch)):
             batch_loss = value(network, inputs, labels, examples.entry)

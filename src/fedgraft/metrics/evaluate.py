@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft.core.device import Device, fetch
+from fedgraft.core.device import Device, fetch, inputs_on
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.local.forward_memory import images_at_once
@@ -121,7 +121,7 @@ def evaluation_of(sums: Mapping[str, Tensor]) -> Evaluation:
 def _evaluate_batch(network: Network, examples: Examples, rows: Tensor, scores: bool) -> _BatchResult:
     """Return the counts of one batch of rows, with the sums of `metrics.scores` if `scores` is true."""
     labels = examples.labels[rows]
-    inputs = Device.of(network).put(examples.batch(rows))
+    inputs = inputs_on(Device.of(network), examples, rows)
     logits = fetch(network(inputs, examples.entry).float())
     rank = true_class_rank(logits, labels)
     correct = int((rank == 0).sum())

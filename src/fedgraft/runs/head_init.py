@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from fedgraft.client.actions import action_named
 from fedgraft.core.capabilities import Capability
-from fedgraft.core.device import Device, fetch
+from fedgraft.core.device import Device, fetch, inputs_on
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.network_digest import digest
@@ -257,7 +257,7 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
     device = Device.of(network)
     batches = []
     for batch_rows in rows.split(images_at_once(network, examples.entry, 512)):
-        inputs = device.put(examples.batch(batch_rows))
+        inputs = inputs_on(device, examples, batch_rows)
         batches.append(fetch(network.features(inputs, examples.entry)))
     return torch.cat(batches)
 
