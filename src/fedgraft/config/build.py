@@ -36,7 +36,9 @@ def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
     """Return the pretrained backbone with a head for the classes of this data; reads weights from disk or the Hub."""
     source = source_for_data(config.model.name, dataset)
     classes = len(dataset.classes)
-    return load_network(source, classes, config.data.image_size, config.model.dropout, config.seed)
+    network = load_network(source, classes, config.data.image_size, config.model.dropout, config.seed)
+    network.amp = config.model.amp
+    return network
 
 
 def source_for_data(source: Any, dataset: Dataset) -> Any:

@@ -141,6 +141,17 @@ def read(tensor: Tensor) -> list[float]:
     return numbers
 
 
+def precision_of(network: Network) -> str | None:
+    """Return the precision in which this network evaluates (`model.amp`); None: float32."""
+    precision: str | None = getattr(network, "amp", None)
+    return precision
+
+
+def evaluation_precision(network: Network) -> AbstractContextManager[object]:
+    """Return a context in which passes without gradients are computed in the network's own precision."""
+    return Device.of(network).autocast(precision_of(network))
+
+
 @lru_cache(maxsize=64)
 def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Return these numbers as a vector on the device; made once, because every batch asks for the same."""

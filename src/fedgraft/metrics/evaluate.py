@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft.core.device import Device, fetch, inputs_on
+from fedgraft.core.device import Device, evaluation_precision, fetch, inputs_on
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.local.forward_memory import images_at_once
@@ -122,7 +122,8 @@ def _evaluate_batch(network: Network, examples: Examples, rows: Tensor, scores: 
     """Return the counts of one batch of rows, with the sums of `metrics.scores` if `scores` is true."""
     labels = examples.labels[rows]
     inputs = inputs_on(Device.of(network), examples, rows)
-    logits = fetch(network(inputs, examples.entry).float())
+    with evaluation_precision(network):
+        logits = fetch(network(inputs, examples.entry).float())
     rank = true_class_rank(logits, labels)
     correct = int((rank == 0).sum())
     within_top_k = int((rank < TOP_K).sum())

@@ -240,7 +240,7 @@ def _measure_forward(
     network = setup.task.network
 
     def forward(images: Tensor) -> Tensor:
-        return evaluate_batch(network, images, lambda x: network.features(x, first, last))
+        return evaluate_batch(network, images, lambda x: network.features(x, first, last).float())
 
     peaks = []
     for count in (FEW, MORE):

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from fedgraft.client.actions import action_named
 from fedgraft.core.capabilities import Capability
-from fedgraft.core.device import Device, fetch, inputs_on
+from fedgraft.core.device import Device, evaluation_precision, fetch, inputs_on, precision_of
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.network_digest import digest
@@ -258,7 +258,8 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
     batches = []
     for batch_rows in rows.split(images_at_once(network, examples.entry, 512)):
         inputs = inputs_on(device, examples, batch_rows)
-        batches.append(fetch(network.features(inputs, examples.entry)))
+        with evaluation_precision(network):
+            batches.append(fetch(network.features(inputs, examples.entry).float()))
     return torch.cat(batches)
 
 
@@ -294,7 +295,7 @@ def _head_recipe(setup: RunSetup) -> list[str]:
     network = setup.task.network
     return [
         "with traffic, one error",
-        *Device.of(setup.task.network).cache_words(),
+        *Device.of(network).cache_words(precision_of(network)),
         setup.config.head,
         model_options,
         setup.config.data.model_dump_json(),

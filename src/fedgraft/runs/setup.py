@@ -108,7 +108,8 @@ class RunSetup:
         config = parts.config
         task = parts.task
         _require_metrics_and_clients(parts)
-        if parts.algorithm.local.amp == "bfloat16" and Device.of(task.network).is_host:
+        task.network.amp = config.model.amp
+        if "bfloat16" in (parts.algorithm.local.amp, config.model.amp) and Device.of(task.network).is_host:
             require_bfloat16()
         algorithm = _with_noise_key(parts.algorithm, config, task.data, circumstances)
         if circumstances.for_training:
