@@ -1,4 +1,4 @@
-"""`fedgraft selftest`: two minutes that say whether this machine computes what the machines of this project computed."""
+"""`fedgraft selftest`: two minutes that say whether this machine computes what this project's machines computed."""
 
 from __future__ import annotations
 
@@ -45,4 +45,5 @@ def _print_check(check: Check) -> None:
     """Print the line of one check."""
     verdict = "passed" if check.passed else "FAILED"
     repeated = "the same twice" if check.repeats else "not the same twice"
-    typer.echo(f"{verdict}  {check.name:22} {check.difference:9.2e} from the stored result, {repeated}, {check.seconds:.1f} s")
+    distance = f"{check.difference:9.2e} from the stored result"
+    typer.echo(f"{verdict}  {check.name:22} {distance}, {repeated}, {check.seconds:.1f} s")

@@ -18,6 +18,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted
 from fedgraft.core.protocols import Examples, Network, with_prefetch
 from fedgraft.core.ranges import Count, Positive
+from fedgraft.local.compiled import stepping
 from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.loss_scale import LossScale
 from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
@@ -82,9 +83,17 @@ class LocalTraining:
     """Endings of parameter names that train in turn, one in each step; all other parameters train in every step."""
     amp: Literal["float16", "bfloat16"] | None = None
     """mixed precision of training, for GPUs; vectors, features and exports stay float32; default: float32"""
+    compile: bool = False
+    """training steps through torch.compile: a minute of compiling in each process, then other last bits that repeat"""
 
     def __post_init__(self) -> None:
         ranges.check_ranges(self, "local")
+        if self.compile and self.amp == "float16":
+            raise FedgraftError(
+                "E-LOCAL-COMPILE",
+                "local.compile frees what a repeated backward pass of local.amp='float16' would need",
+                "set local.amp='bfloat16' or none, or local.compile=false",
+            )
         if (self.steps is not None or self.client_steps) and self.epochs is not None:
             raise FedgraftError(
                 "E-LOCAL-STEPS-OR-EPOCHS",
@@ -108,6 +117,8 @@ class LocalTraining:
         for name in ("clip", "amp", "head_lr"):
             if getattr(self, name) is not None:
                 options.append(f"local.{name}={getattr(self, name)!r}")
+        if self.compile:
+            options.append("local.compile")
         if not options:
             return "local training"
         return f"local training with {', '.join(options)}"
@@ -118,7 +129,8 @@ class LocalTraining:
         required: set[Capability] = set()
         if self.sampling == "federation":
             required.add(Capability.CLASS_COUNTS)
-        if self.sampling != "uniform" or self.amp == "float16":  # by the client's classes, by its loss scale
+        by_client = self.sampling != "uniform" or self.amp == "float16"  # by its classes, by its loss scale
+        if by_client or self.compile:
             required.add(Capability.SEPARATE_CLIENTS)
         if self.clip is not None or self.amp is not None or self.head_lr is not None or self.turns:
             required.add(Capability.GRADIENT_VECTORS)
@@ -287,6 +299,7 @@ def train(
         class_weights = balancing(known_counts(loss_context, rule.sampling == "federation"))
         chances = fetch(class_weights)[row_labels].double()
     value = loss.begin(loss_context)
+    step_network = stepping(network, rule.compile)
     losses: list[Tensor] = []
     rates: list[float] = []
     skipped = 0
@@ -317,7 +330,7 @@ def train(
         inputs = inputs_on(device, examples, batch, augment)
         labels = device.put(examples.labels[batch])
         with device.autocast(rule.amp), lone_values_by_running_statistics(network, len(batch)):
-            batch_loss = value(network, inputs, labels, examples.entry)
+            batch_loss = value(step_network, inputs, labels, examples.entry)
         if loss_scale is None:
             batch_loss.backward()
             gradient = flat.gradient()

@@ -135,6 +135,31 @@ def estimate_run(setup: RunSetup, opened: OpenRun, engines: Engines) -> Estimate
     return Estimate(int(host), int(device), disk, seconds)
 
 
+def require_room_for_models(setup: RunSetup, opened: OpenRun, folder: Path) -> None:
+    """Raise an error if the clients' own models cannot fit, which is known before anything is computed.
+
+    A round mixes those of its cohort and writes them piece by piece, so memory holds the cohort's updates.
+    """
+    if not _has_personal_models(setup):
+        return
+    clients = setup.federation.clients
+    each = _vector_bytes(opened)
+    models = f"{clients} personal models of {each / 1e6:,.0f} MB"
+    if clients * each > setup.config.rounds.personal_memory_mb * 1e6:
+        require_disk(clients * each, folder, models)
+    needed = setup.federation.per_round * each + _personal_bytes(setup, opened)
+    available = available_bytes()
+    if needed > available:
+        raise FedgraftError(
+            "E-RUN-MEMORY",
+            f"a round of {setup.federation.per_round} clients among {models} needs at least {needed / 1e9:.1f} GB of "
+            f"memory, and {available / 1e9:.1f} GB are free",
+            "lower rounds.fraction or rounds.personal_memory_mb, or train less (trainable.kind=lora, last_blocks)",
+            needed=needed,
+            available=available,
+        )
+
+
 def require_room(estimate: Estimate, folder: Path) -> None:
     """Raise an error if the run cannot fit into this machine's memory or onto its disk.
 

@@ -117,7 +117,8 @@ class Selftest:
     def as_table(self) -> dict[str, Any]:
         """Return the result as plain values for JSON."""
         checks = [asdict(check) | {"passed": check.passed} for check in self.checks]
-        return {"facts": self.facts, "checks": checks, "speed": self.speed, "refused": self.refused, "passed": self.passed}
+        table = {"facts": self.facts, "checks": checks, "speed": self.speed}
+        return table | {"refused": self.refused, "passed": self.passed}
 
 
 def rows() -> dict[str, tuple[str, ...]]:

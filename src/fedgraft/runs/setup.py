@@ -37,6 +37,7 @@ from fedgraft.data.federated import FederatedData
 from fedgraft.data.pixels.transforms import STATISTICS, Transform, rule_for
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
+from fedgraft.local.compiled import require_compiler
 from fedgraft.metrics.metrics import check_metric
 from fedgraft.models.network import VisionNetwork
 from fedgraft.privacy.dp import simulation_key
@@ -111,6 +112,8 @@ class RunSetup:
         task.network.amp = config.model.amp
         if "bfloat16" in (parts.algorithm.local.amp, config.model.amp) and Device.of(task.network).is_host:
             require_bfloat16()
+        if parts.algorithm.local.compile and circumstances.for_training:
+            require_compiler(Device.of(task.network))
         algorithm = _with_noise_key(parts.algorithm, config, task.data, circumstances)
         if circumstances.for_training:
             with phase("measuring the curvature of the head", minor=True):
