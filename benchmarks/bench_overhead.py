@@ -3,7 +3,8 @@
 Both do the same passes: the same network with random weights, the same trained parameters, the same inputs at the block
 where they enter (behind the frozen part, as from a feature cache). The bare loop computes loss and gradients and nothing
 else: no optimizer, no clients, no messages. fedgraft carries out a training request: it binds the model's vector, draws
-rows, steps the optimizer, and returns the encoded update. Steps of the two alternate; ratios are those of medians.
+rows, steps the optimizer, and returns the encoded update. The two alternate on one thread; ratios are those of medians of
+processor time, which a loaded machine changes less than the clock does.
 
     python benchmarks/bench_overhead.py                     # both networks, all kinds: a quarter of an hour when idle
     python benchmarks/bench_overhead.py --networks vit-s --kinds lora,head
@@ -48,7 +49,7 @@ def trainable_of(kind: str) -> Any:
 
 
 def measure(name: str, kind: str, steps: int, rounds: int) -> dict[str, float]:
-    """Median seconds of `steps` steps, bare and by fedgraft, and their ratio."""
+    """Median processor seconds of `steps` steps, bare and by fedgraft, and their ratio."""
     width, heads, batch = NETWORKS[name]
     network = load_network(f"vit:size=224,patch=16,width={width},depth=12,heads={heads}", CLASSES)
     trainable = trainable_of(kind)
@@ -65,9 +66,7 @@ def measure(name: str, kind: str, steps: int, rounds: int) -> dict[str, float]:
     rows = torch.arange(batch)
     local = LocalTraining(steps=steps, batch_size=batch)
     algorithm = fedavg(local=local, trainable=trainable)
-    context = ClientContext(
-        network, opened.space, FeatureExamples(inputs, labels, entry), lambda client: rows, seed=0
-    )
+    context = ClientContext(network, opened.space, FeatureExamples(inputs, labels, entry), lambda client: rows, seed=0)
     vector = opened.space.gather(network)
     request = Request("b", 1, 0, "train", opened.space.digest, vector, {}, {"lr": 0.001})
     engine = InProcess(algorithm, context)
@@ -84,10 +83,10 @@ def measure(name: str, kind: str, steps: int, rounds: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {"bare": [], "fedgraft": []}
     for number in range(rounds + 1):
         for word, work in (("fedgraft", fedgraft), ("bare", bare)):  # fedgraft first: it binds what trains
-            began = time.perf_counter()
+            began = time.process_time()
             work()
             if number:
-                seconds[word].append(time.perf_counter() - began)
+                seconds[word].append(time.process_time() - began)
     medians = {word: statistics.median(values) for word, values in seconds.items()}
     return medians | {"ratio": medians["fedgraft"] / medians["bare"]}
 
@@ -108,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--kinds", default=",".join(TRAINABLES))
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
