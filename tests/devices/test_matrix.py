@@ -122,6 +122,10 @@ MORE_CONFIGS: dict[str, tuple[str, ...]] = {
     **{f"augmented {word}": (f'data.augment=["{word}"]', BODY) for word in words(DataTable, "augment")},
 }
 """Options of the parts, beside the parts themselves."""
+PACKS: dict[str, tuple[str, ...]] = {}
+for _kind in TRAINABLES:
+    PACKS[_kind] = ("pack=3", *(SPARSE if _kind == "sparse" else (f"trainable.kind={_kind}",)))
+"""Clients packed into one computation; a kind that cannot be packed is carried out one by one."""
 LAW_ROWS = {name: row for name, row in ROWS.items() if name in zoo.ALGORITHMS}
 MORE_ROWS = {name: row for name, row in ROWS.items() if name not in zoo.ALGORITHMS}
 
@@ -156,7 +160,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         monkeypatch.setenv("FEDGRAFT_CACHE", str(caches / f"cache-{device}"))
         monkeypatch.setenv(devices.CHOICE, device)
         folder = tmp_path / device
-        loop.run(tiny("rounds.total=1", *options), folder, console=False)
+        loop.run(tiny("rounds.total=1", "pack=off", *options), folder, console=False)
         return {name: tensor for name, tensor in tensors_of(folder).items() if not name.endswith("/identity")}
 
     with without_pictures():
@@ -168,6 +172,11 @@ def test_every_part_gives_the_bits_of_the_cpu(name: str, apart: Callable[..., di
     assert same_bits(apart("cpu", *CONFIGS[name]), apart(NAME, *CONFIGS[name]))
 
 
+@pytest.mark.parametrize("kind", PACKS)
+def test_packed_clients_give_the_bits_of_the_cpu(kind: str, apart: Callable[..., dict[str, Tensor]]) -> None:
+    assert same_bits(apart("cpu", *PACKS[kind]), apart(NAME, *PACKS[kind]))
+
+
 @pytest.mark.deploy
 @pytest.mark.parametrize("name", MORE_CONFIGS)
 def test_options_of_the_parts_give_the_bits_of_the_cpu(name: str, apart: Callable[..., dict[str, Tensor]]) -> None:
@@ -176,7 +185,7 @@ def test_options_of_the_parts_give_the_bits_of_the_cpu(name: str, apart: Callabl
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
-RUN = ["trainable.kind=last_blocks", "rounds.total=2"]
+RUN = ["trainable.kind=last_blocks", "rounds.total=2", "pack=off"]
 COMMANDS: dict[str, list[str]] = {
     "resume": ["resume", "RUN"],
     "evaluate": ["evaluate", "RUN", "--json"],

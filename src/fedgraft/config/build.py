@@ -37,8 +37,12 @@ def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
     source = source_for_data(config.model.name, dataset)
     image_size = config.data.image_size
     if config.model.head == "stored":
-        return load_network(source, None, image_size, config.model.dropout, config.seed).with_own_head(dataset.classes)
-    return load_network(source, len(dataset.classes), image_size, config.model.dropout, config.seed)
+        network = load_network(source, None, image_size, config.model.dropout, config.seed)
+        network = network.with_own_head(dataset.classes)
+    else:
+        network = load_network(source, len(dataset.classes), image_size, config.model.dropout, config.seed)
+    network.amp = config.model.amp
+    return network
 
 
 def source_for_data(source: Any, dataset: Dataset) -> Any:

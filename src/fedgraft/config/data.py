@@ -114,6 +114,11 @@ class ModelTable(Section):
         "finished run, or a Hub name",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
+    amp: Literal["float16", "bfloat16"] | None = Field(
+        None,
+        description="mixed precision of passes without gradients: evaluation, features, predictions; what is stored "
+        "stays float32; training: local.amp",
+    )
     head: Literal["ridge", "probe", "ncm", "cof", "lda", "stored", "random"] | None = Field(
         None,
         description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, linear discriminant, as "

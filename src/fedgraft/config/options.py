@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -154,6 +154,11 @@ class Config(Section):
         "auto",
         description="batched: all clients of a linear head in one product, equal within 1e-6; auto: where it can be; "
         "flower-sim: Flower's simulation on Ray, same bytes as reference",
+    )
+    pack: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
+        "auto",
+        description="auto, off, or how many clients train a small edit (LoRA, sparse, head, last blocks) as one "
+        "computation, equal within 1e-5; auto: on an accelerator as many as its memory holds, on a CPU none",
     )
     workers: int = Field(
         0,

@@ -78,7 +78,8 @@ def proximal(mu: float) -> Correction:
         """Add μ(y−x) to the gradient, in place."""
         gradient.add_(values - context["start"], alpha=mu)
 
-    return Correction("proximal", lambda s, a, m: {"start": s}, adjust, lambda v, c, r: Closing())
+    needs = frozenset({Capability.GRADIENT_VECTORS})  # the same for the vectors of several clients, one below the other
+    return Correction("proximal", lambda s, a, m: {"start": s}, adjust, lambda v, c, r: Closing(), needs=needs)
 
 
 def control_variates() -> Correction:

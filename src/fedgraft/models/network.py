@@ -100,6 +100,8 @@ class VisionNetwork(nn.Module):
         """Where the weights come from: a name, never a path."""
         self.licence = ""
         """The licence of the weights, if their card names one."""
+        self.amp: str | None = None
+        """The precision of passes without gradients (`float16`, `bfloat16`); None: float32. It does not train in it."""
         self.stored = False
         """Whether the weights lie in a folder or on the Hub."""
         self.class_names: tuple[str, ...] = ()

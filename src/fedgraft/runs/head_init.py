@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from fedgraft.client.actions import action_named
 from fedgraft.core.capabilities import Capability
-from fedgraft.core.device import Device, fetch
+from fedgraft.core.device import Device, evaluation_precision, fetch, inputs_on, precision_of
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.network_digest import digest
@@ -257,8 +257,9 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
     device = Device.of(network)
     batches = []
     for batch_rows in rows.split(images_at_once(network, examples.entry, 512)):
-        inputs = device.put(examples.batch(batch_rows))
-        batches.append(fetch(network.features(inputs, examples.entry)))
+        inputs = inputs_on(device, examples, batch_rows)
+        with evaluation_precision(network):
+            batches.append(fetch(network.features(inputs, examples.entry).float()))
     return torch.cat(batches)
 
 
@@ -295,7 +296,7 @@ def _head_recipe(setup: RunSetup) -> list[str]:
     network = setup.task.network
     return [
         "with traffic, one error",
-        *Device.of(setup.task.network).cache_words(),
+        *Device.of(network).cache_words(precision_of(network)),
         setup.config.head,
         model_options,
         setup.config.data.model_dump_json(),

@@ -27,7 +27,7 @@ from fedgraft.runs import memory_store, personal_store
 from fedgraft.runs.callbacks import Callback, Checkpoints, EarlyStopping, PrivacyBudget, StopRun
 from fedgraft.runs.checkpoint import Checkpoint, is_among_best
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
-from fedgraft.runs.estimate import require_disk
+from fedgraft.runs.estimate import require_room_for_models
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.head_init import InitialModel, install, install_head, own_starts
 from fedgraft.runs.measure import Measure
@@ -297,7 +297,7 @@ class _Run:
         has_personal_models = Capability.PERSONAL_MODELS in self.setup.algorithm.provides
         on_disk = has_personal_models and needed > self._limit_in_memory
         if on_disk:
-            require_disk(needed, self.record.path, "the clients' models")
+            require_room_for_models(self.setup, self.opened, self.record.path)
             log.info("the clients' models (%.0f MB) are stored on disk", needed / 1e6)
         starts = own_starts(self.setup, self.engines, self.opened.space, initial)
         return first_models(self.record.path / personal_store.KIND, len(state.vector), starts, on_disk)

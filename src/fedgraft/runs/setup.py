@@ -38,6 +38,7 @@ from fedgraft.data.federated import FederatedData
 from fedgraft.data.pixels.transforms import STATISTICS, Transform, rule_for
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
+from fedgraft.local.compiled import require_compiler
 from fedgraft.metrics.metrics import check_metric
 from fedgraft.models.folders import EXPORTED
 from fedgraft.models.network import VisionNetwork
@@ -113,8 +114,11 @@ class RunSetup:
         config = parts.config
         task = parts.task
         _require_metrics_and_clients(parts)
-        if parts.algorithm.local.amp == "bfloat16" and Device.of(task.network).is_host:
+        task.network.amp = config.model.amp
+        if "bfloat16" in (parts.algorithm.local.amp, config.model.amp) and Device.of(task.network).is_host:
             require_bfloat16()
+        if parts.algorithm.local.compile and circumstances.for_training:
+            require_compiler(Device.of(task.network))
         algorithm = _with_noise_key(parts.algorithm, config, task.data, circumstances)
         if circumstances.for_training:
             with phase("measuring the curvature of the head", minor=True):

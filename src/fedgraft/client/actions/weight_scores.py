@@ -13,7 +13,7 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.action import Action, RunPhase, sum_action
 from fedgraft.client.context import ClientContext, empty_response, model_vector
 from fedgraft.core.client_memory import ClientMemory
-from fedgraft.core.device import Device, fetch
+from fedgraft.core.device import Device, fetch, inputs_on
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Network
@@ -98,7 +98,7 @@ def score_weights(request: Request, context: ClientContext) -> Scores:
     device = Device.of(network)
     batches = []
     for batch_rows in rows.split(batch_size):
-        inputs = device.put(context.examples.batch(batch_rows))
+        inputs = inputs_on(device, context.examples, batch_rows)
         labels = device.put(context.examples.labels[batch_rows])
         batches.append((inputs, labels, context.examples.entry))
     estimate = ESTIMATORS[str(settings["estimator"])]
@@ -149,7 +149,7 @@ def gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
     device = Device.of(network)
     total = torch.zeros(bound.trained, device=device.torch_device)
     for batch_rows in rows.split(64):
-        inputs = device.put(context.examples.batch(batch_rows))
+        inputs = inputs_on(device, context.examples, batch_rows)
         labels = device.put(context.examples.labels[batch_rows])
         logits = network(inputs, context.examples.entry)
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
