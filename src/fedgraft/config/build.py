@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+from fedgraft.aggregate.buffering import buffered
 from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import by_examples, uniform
@@ -86,6 +87,15 @@ def build_federation(config: Config, lr: float, **fields: Any) -> Federation:
     config alone.
     """
     rounds = config.rounds
+    speed = config.partition.speed
+    if speed and len(speed) != config.partition.clients:
+        raise FedgraftError(
+            "E-CONFIG-SPEED",
+            f"partition.speed has {len(speed)} numbers, and there are {config.partition.clients} clients",
+            "give one number for each client",
+            numbers=len(speed),
+            clients=config.partition.clients,
+        )
     from_config: dict[str, Any] = {
         "run": config.digest,
         "seed": config.seed,
@@ -98,6 +108,7 @@ def build_federation(config: Config, lr: float, **fields: Any) -> Federation:
         "norm_bound": rounds.norm_bound,
         "norm_factor": rounds.norm_factor,
         "keeps_contributions": rounds.keep_contributions,
+        "durations": speed,
     }
     return Federation(**{**from_config, **fields})
 
@@ -130,7 +141,7 @@ def build_algorithm(config: Config) -> Algorithm:
         algorithm = vary(algorithm, compression=codec(f"top_k:{config.compression.fraction!r}"))
     elif config.compression.codec != "values":
         algorithm = vary(algorithm, compression=codec(config.compression.codec))
-    return _with_privacy(config, _with_robust_rule(config, algorithm))
+    return _with_buffer(config, _with_privacy(config, _with_robust_rule(config, algorithm)))
 
 
 def build_local(config: Config) -> LocalTraining:
@@ -238,6 +249,50 @@ def _with_robust_rule(config: Config, algorithm: Algorithm) -> Algorithm:
         )
     rule = robust_aggregator(table.robust, table.attackers, table.neighbours, table.clip_norm)
     return vary(algorithm, aggregate=rule)
+
+
+def _with_buffer(config: Config, algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm with the config's buffered rounds; unchanged for synchronous ones."""
+    rounds = config.rounds
+    if rounds.kind == "synchronous":
+        _refuse_idle_buffer(config)
+        return algorithm
+    cohort = per_round(config)
+    if rounds.buffer is None or rounds.buffer > cohort:
+        raise FedgraftError(
+            "E-CONFIG-BUFFER",
+            f"rounds.kind='buffered' needs the number of answers of a step, at most the {cohort} clients of a round, "
+            f"and rounds.buffer is {rounds.buffer}",
+            f"set rounds.buffer to a number from 1 to {cohort}",
+            buffer=rounds.buffer,
+            cohort=cohort,
+        )
+    if rounds.buffer < 2 and algorithm.privacy.collects_sum:
+        raise FedgraftError(
+            "E-CONFIG-BUFFER-SUM",
+            "a secure sum needs two clients, and rounds.buffer is 1",
+            "set rounds.buffer to at least 2",
+        )
+    return buffered(algorithm, rounds.buffer, rounds.staleness)
+
+
+def _refuse_idle_buffer(config: Config) -> None:
+    """Raise if the config sets options of a buffer, and rounds are synchronous."""
+    for option in ("buffer", "staleness"):
+        if option in config.rounds.model_fields_set:
+            raise FedgraftError(
+                "E-CONFIG-IDLE-OPTION",
+                f"rounds.{option} is of buffered rounds, and these are synchronous",
+                "set rounds.kind='buffered'",
+                option=f"rounds.{option}",
+            )
+
+
+def sum_cohort(config: Config) -> int:
+    """Return how many clients a secure sum of a round begins with: the round's, or a buffer's."""
+    if config.rounds.kind == "buffered" and config.rounds.buffer is not None:
+        return config.rounds.buffer
+    return per_round(config)
 
 
 # ---- privacy ------------------------------------------------------------------------------------------------------

@@ -380,7 +380,10 @@ class _Run:
         self.tally = replace(self.tally, seconds=self.tally.seconds + time.perf_counter() - began)
         self.record.append(line)
         tensors, _ = to_tensors(new_state, {})
-        self.log.append(line, tensors, updates=summary.digests, protection=protection_label(setup.algorithm))
+        facts: dict[str, Any] = {"updates": summary.digests, "protection": protection_label(setup.algorithm)}
+        if "arrivals" in line:
+            facts["arrivals"] = line["arrivals"]
+        self.log.append(line, tensors, **facts)
         self.stop = _first_stop((callback, callback.on_round_end(line, new_state)) for callback in self.callbacks)
         self._note_unused(summary, line)
         nonfinite = int(sum(line.get("clients", {}).get("nonfinite", ())))
