@@ -114,8 +114,9 @@ def collect_buffer(
     assert isinstance(rounds, BufferedRounds)
     requests = requests_under_way(algorithm, federation, state, context)
     if context.arrivals is not None:
-        done = [client for client in context.arrivals(state.round) if client in requests]
-        delivery = _ask(engine, [requests[client] for client in done])
+        recorded = [(client, used) for client, used in context.arrivals(state.round) if client in requests]
+        answered = _ask(engine, [requests[client] for client, used in recorded if used])
+        delivery = Delivery([requests[client] for client, _ in recorded], answered.arrivals)
     elif isinstance(engine, FirstAnswers):
         delivery = _first_answers(engine, requests, rounds.size)
     else:

@@ -87,8 +87,10 @@ class ServerContext:
     """How updates are combined where what trains brings a rule of its own; None: the algorithm's."""
     rate_factor: float = 1.0
     """Factor on the learning rate, from update-norm matching."""
-    arrivals: Callable[[int], Sequence[int]] | None = None
-    """With buffered rounds that are repeated: returns the clients of a round's buffer, in order of arrival."""
+    arrivals: Callable[[int], Sequence[tuple[int, bool]]] | None = None
+    """With buffered rounds that are repeated: returns the recorded buffer of a round, in order of arrival.
+
+    Each client comes with whether its update went into the step."""
 
     def learning_rate(self, federation: Federation, state: ServerState) -> float:
         """Return the learning rate of the coming round."""

@@ -106,7 +106,7 @@ def run_round(
         "dropped": dropped,
     }
     if order is not None:
-        record["arrivals"] = [list(arrival) for arrival in order]
+        record["arrivals"] = [[client, began, int(client in used_clients)] for client, began in order]
     if federation.durations and not isinstance(engine, FirstAnswers):
         record["clock"] = state.clock
     summary = RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra, digests.result())
