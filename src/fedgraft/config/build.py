@@ -279,7 +279,8 @@ def _with_buffer(config: Config, algorithm: Algorithm) -> Algorithm:
 def _refuse_idle_buffer(config: Config) -> None:
     """Raise if the config sets options of a buffer, and rounds are synchronous."""
     for option in ("buffer", "staleness"):
-        if option in config.rounds.model_fields_set:
+        default = type(config.rounds).model_fields[option].default
+        if getattr(config.rounds, option) != default:
             raise FedgraftError(
                 "E-CONFIG-IDLE-OPTION",
                 f"rounds.{option} is of buffered rounds, and these are synchronous",
