@@ -141,7 +141,9 @@ def build_algorithm(config: Config) -> Algorithm:
         algorithm = vary(algorithm, compression=codec(f"top_k:{config.compression.fraction!r}"))
     elif config.compression.codec != "values":
         algorithm = vary(algorithm, compression=codec(config.compression.codec))
-    return _with_buffer(config, _with_privacy(config, _with_robust_rule(config, algorithm)))
+    algorithm = _with_buffer(config, _with_privacy(config, _with_robust_rule(config, algorithm)))
+    check_enough(config, algorithm)
+    return algorithm
 
 
 def build_local(config: Config) -> LocalTraining:
@@ -287,6 +289,27 @@ def _refuse_idle_buffer(config: Config) -> None:
                 "set rounds.kind='buffered'",
                 option=f"rounds.{option}",
             )
+
+
+def check_enough(config: Config, algorithm: Algorithm) -> None:
+    """Raise if rounds may end with fewer answers than a secure sum can be opened with: every sum would be aborted."""
+    enough = config.rounds.enough
+    if enough is None or not algorithm.privacy.collects_sum:
+        return
+    cohort = sum_cohort(config)
+    needed = 2 * cohort // 3 + 1  # clients require so many, whatever the threshold of their shares
+    options = algorithm.privacy.sum_options
+    if options.threshold is not None and options.degree_among(cohort) is None:
+        needed = max(options.threshold, (2 * cohort + 2) // 3)
+    if enough < needed:
+        raise FedgraftError(
+            "E-CONFIG-ENOUGH",
+            f"rounds.enough={enough} ends a round before its secure sum over {cohort} clients can be opened, for which "
+            f"{needed} must stay",
+            f"set rounds.enough to at least {needed}",
+            enough=enough,
+            needed=needed,
+        )
 
 
 def sum_cohort(config: Config) -> int:
