@@ -53,14 +53,19 @@ def _require_known_estimator(request: Request, algorithm: Algorithm, context: Cl
         raise Refused("the request names an estimator that does not exist", "request")
 
 
-def _draw_share(request: Request, context: ClientContext, purpose: str) -> tuple[Tensor, torch.Generator]:
+def _draw_share(
+    request: Request, context: ClientContext, purpose: str, most: int | None = None
+) -> tuple[Tensor, torch.Generator]:
     """Return a random share of the client's training rows, sorted, and the generator it was drawn with.
 
-    The share and the number of the draw are settings of the request; `purpose` names the random stream.
+    The share and the number of the draw are settings of the request; `purpose` names the random stream. `most`: no more
+    rows than this.
     """
     rows = context.rows(request.client)
     generator = torch_stream(context.seed, purpose, str(request.settings["draw"]), request.client)
     count = max(1, round(float(request.settings["share"]) * len(rows)))
+    if most is not None:
+        count = min(count, most)
     drawn = rows[torch.randperm(len(rows), generator=generator)[:count]]
     return drawn.sort().values, generator
 
@@ -76,14 +81,18 @@ def score_weights(request: Request, context: ClientContext) -> Scores:
     """
     settings = request.settings
     network = context.network
-    rows, generator = _draw_share(request, context, "fisher_scores")
+    batch_size = int(settings["batch"])
+    most = None
+    if settings["estimator"] == "single_batch_abs":  # rows are drawn, not the first ones of a sorted data set
+        most = batch_size
+    rows, generator = _draw_share(request, context, "fisher_scores", most)
     all_weights = select(network, lambda name: True, buffers=False)
     before = all_weights.gather(network)
     context.forget_binding()
     all_weights.scatter(model_vector(request), network)
     device = Device.of(network)
     batches = []
-    for batch_rows in rows.split(int(settings["batch"])):
+    for batch_rows in rows.split(batch_size):
         inputs = device.put(context.examples.batch(batch_rows))
         labels = device.put(context.examples.labels[batch_rows])
         batches.append((inputs, labels, context.examples.entry))
