@@ -154,14 +154,15 @@ def to_tensors(state: ServerState, memories: Memories) -> tuple[dict[str, Tensor
     for client, work in state.in_flight.items():
         tensors[f"in_flight/{work.version}"] = work.vector  # clients that began together share it
         in_flight[str(client)] = [work.version, work.losses, work.due]
-    numbers = {
-        "in_flight": in_flight,
+    numbers: dict[str, Any] = {
         "clock": state.clock,
         "drifts": list(state.drifts),
         "clip": state.clip,
         "losses": list(state.losses),
         "norms": list(state.norms),
     }
+    if in_flight:
+        numbers["in_flight"] = in_flight
     return tensors, numbers
 
 
