@@ -24,6 +24,7 @@ from fedgraft.client.actions import buffered as actions
 from fedgraft.client.handle import handle
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load
+from fedgraft.core.client_memory import earlier_memory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import read_metrics
 from fedgraft.core.messages import Request
@@ -97,6 +98,20 @@ def test_the_secure_sum_of_a_buffer_is_its_sum() -> None:
     assert hidden.summary.record["clients"]["ids"]
 
 
+@pytest.mark.parametrize("change", [{"without": frozenset({4})}, {"leaves": {4: 3}}])
+def test_who_leaves_or_is_excluded_works_on_nothing(change: dict[str, Any]) -> None:
+    """A run without somebody begins with a checkpoint in which that client is at work (`unlearn`)."""
+    toy = Toy(fg.buffered(zoo.fedavg(local=LOCAL), 3), per_round=5, durations=SPEED)
+    toy.run(3)
+    assert 4 in toy.state.in_flight
+    toy.federation = replace(toy.federation, **change)
+    arrived = []
+    for _ in range(12):
+        toy.run(1)
+        arrived += [client for client, _, _ in toy.summary.record["arrivals"]]
+    assert 4 not in arrived and 4 not in toy.state.in_flight
+
+
 # ---- what a client refuses under secure aggregation ---------------------------------------------------------------
 
 
@@ -130,14 +145,13 @@ def test_training_ahead_shows_nothing() -> None:
     assert not (response.sums or response.scalars or response.evidence or response.metrics)
 
 
-def test_an_update_is_in_one_sum_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_is_in_one_sum_only() -> None:
     """In two sums over different clients, the difference would show it; also if the server takes the memory back."""
     client = Client()
     client.train()
     with_the_update = dict(client.memory)
     client.summand(0)
-    served = client.memory[actions.SUMMED]
-    client.memory = {**with_the_update, actions.SUMMED: served}  # what never goes back stays
+    client.memory = earlier_memory(client.memory, with_the_update)
     with raises("E-REFUSED-SUMS"):
         client.summand(1)
     client.memory = with_the_update  # the broken variant: it goes back as well

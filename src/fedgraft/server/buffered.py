@@ -68,11 +68,11 @@ class Delivery:
 def start_idle_clients(federation: Federation, state: ServerState) -> ServerState:
     """Return the state in which the idle clients of the coming round's cohort are at work on the present model.
 
-    Clients that have left the federation are at work on nothing.
+    Clients that have left the federation, or are excluded from it, are at work on nothing.
     """
     in_flight = {}
     for client, work in state.in_flight.items():
-        if federation.takes_part(client, state.round + 1):
+        if client not in federation.without and federation.takes_part(client, state.round + 1):
             in_flight[client] = work
     for client in server.sample(federation, state.round):
         if client not in in_flight:
