@@ -540,7 +540,7 @@ def buffered_rows() -> list[Row]:
             label="buffered rounds, staleness 0",
             protect=lambda algorithm: fg.buffered(algorithm, 2, exponent=0.0),
             plain={"size": 2, "exponent": 0.0, "durations": durations},
-            wrong={"durations": (1.0, 1.0, 1.0)},
+            wrong={"exponent": 0.5},
         ),
         replace(
             usual,
@@ -726,6 +726,7 @@ FAMILIES = (
     merging_rows,
     robust_rows,
     privacy_rows,
+    buffered_rows,
     low_rank_rows,
     sparse_rows,
     whole_run_rows,
