@@ -208,16 +208,13 @@ class NodeLoop:
         return self.carry_out(request)
 
     def fetch(self, delivery: Delivery, name: str) -> bytes:
-        """Return a part of a message; what has come of it is kept in a file until it is whole."""
+        """Return a part of a message; what has come of it is in a file while the line is broken."""
         self.downloads.mkdir(mode=0o700, exist_ok=True)
         file = self.downloads / f"{name}-{delivery.parts[name][1]}"
         if not file.exists():
             for older in self.downloads.glob(f"{name}-*"):  # of a message that was withdrawn
                 older.unlink()
-        self.link.fetch(delivery, name, file)
-        data = file.read_bytes()
-        file.unlink()
-        return data
+        return self.link.fetch(delivery, name, file)
 
     def record_refusal(self, reason: str) -> None:
         """Note in the audit log that a message was not carried out."""
