@@ -1,5 +1,7 @@
 # The public names, for type checkers and for `__init__.py`, which reads where each lives from here.
 from fedgraft import data as data
+from fedgraft.aggregate.buffering import BufferedRounds as BufferedRounds
+from fedgraft.aggregate.buffering import buffered as buffered
 from fedgraft.aggregate.robust import robust_aggregator as robust_aggregator
 from fedgraft.aggregate.server_rules import RoundInfo as RoundInfo
 from fedgraft.aggregate.server_rules import ServerRule as ServerRule

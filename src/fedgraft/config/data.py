@@ -93,6 +93,11 @@ class PartitionTable(Section):
     joins: dict[str, Annotated[int, Field(ge=1)]] = Field(
         {}, description="clients, by name or number, that join later: the first round of each"
     )
+    speed: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (),
+        description="time that each client needs for a local training, for the virtual clock of a simulation: "
+        "[1, 1, 1, 10] makes the last of four ten times slower (default: 1 for everyone)",
+    )
     leaves: dict[str, Annotated[int, Field(ge=1)]] = Field(
         {}, description="clients, by name or number, that leave for good: the last round of each"
     )

@@ -49,6 +49,19 @@ class RoundsTable(Section):
         description="in a deployment: a round ends when so many clients have answered; until the deadline it waits for "
         "nodes that are gone, too (default: it waits for all that are connected)",
     )
+    kind: Literal["synchronous", "buffered"] = Field(
+        "synchronous",
+        description="buffered: the server steps whenever `buffer` answers are there, and slow clients answer later "
+        "(FedBuff; docs/buffered)",
+    )
+    buffer: int | None = Field(
+        None, ge=1, description="kind=buffered: answers of a step, at most the clients of a round (required)"
+    )
+    staleness: float = Field(
+        0.5,
+        ge=0,
+        description="kind=buffered: an update that began s steps ago counts (1 + s)^-staleness; 0: in full",
+    )
     norm_bound: float | None = Field(None, gt=0, description="refuse updates of a larger norm")
     norm_factor: float = Field(
         30.0, ge=0, description="refuse updates longer than so many times the median length; 0: none"

@@ -50,12 +50,19 @@ log = logging.getLogger("fedgraft")
 
 Build = Callable[[bytes], tuple[RunSetup, Remote | None]]
 """Makes the setup of a run from the run's secret, and the engine of clients on other machines, if they are there."""
+Arrivals = Callable[[int], Sequence[tuple[int, bool]]]
+"""The recorded buffer of a round (from 0): each client in order of arrival, and whether its update was used."""
 Wrap = Callable[[RunSetup, OpenRun, Any], Any]
 """Puts something between the server and its clients, such as attackers: `wrap(setup, opened, engine)`."""
 
 
 def run(
-    config: Config, folder: Path, progress: Progress | None = None, console: bool = True, build: Build | None = None
+    config: Config,
+    folder: Path,
+    progress: Progress | None = None,
+    console: bool = True,
+    build: Build | None = None,
+    arrivals: Arrivals | None = None,
 ) -> dict[str, Any]:
     """Run a config in its folder, from the beginning or from its last good checkpoint; return the summary.
 
@@ -63,9 +70,10 @@ def run(
         progress: a display; None: nothing is shown.
         console: the log also goes to the terminal.
         build: makes the setup, and the engine of clients on other machines; None: all clients are here.
+        arrivals: the order of arrival of a recorded run with buffered rounds, to repeat it.
     """
     make = build or (lambda secret: (setup_of(config, secret=secret), None))
-    done, _ = run_setup(make, folder, config.digest, to_toml(config), progress, console)
+    done, _ = run_setup(make, folder, config.digest, to_toml(config), progress, console, arrivals=arrivals)
     return done
 
 
@@ -78,6 +86,7 @@ def run_setup(
     console: bool = True,
     callbacks: Sequence[Callback] = (),
     wrap: Wrap | None = None,
+    arrivals: Arrivals | None = None,
 ) -> tuple[dict[str, Any], tuple[RunSetup, OpenRun, ServerState] | None]:
     """Run in a folder, or continue there; return the summary, and the open run with its last state.
 
@@ -89,6 +98,7 @@ def run_setup(
         console: the log also goes to the terminal.
         callbacks: the user's.
         wrap: puts something between the server and its clients.
+        arrivals: as for `run`.
 
     The second is None where the run was finished before, so that this call computed nothing.
     """
@@ -116,7 +126,7 @@ def run_setup(
         watchers = watching(PhaseLog(), PhaseFile(folder))
         # Closing the engines ends their workers: none outlives the run.
         with record.writing(console=console), watchers, closing(Engines(setup, remote)) as engines:
-            running = _Run(setup, engines, record, progress or Silent(), callbacks, secret, wrap)
+            running = _Run(setup, engines, record, progress or Silent(), callbacks, secret, wrap, arrivals)
             summary = running.go()
         began = time.perf_counter()
         with phase("figures and report"):
@@ -182,6 +192,7 @@ class _Run:
         callbacks: Sequence[Callback],
         secret: bytes,
         wrap: Wrap | None,
+        arrivals: Arrivals | None,
     ) -> None:
         self.setup = setup
         self.config = setup.config
@@ -190,6 +201,7 @@ class _Run:
         self.remote = engines.remote
         self.secret = secret
         self.wrap = wrap
+        self.arrivals = arrivals
         self.tally = _Tally(Best())
         self.stop: StopRun | None = None
         """Why the run ends before its last round, once a callback has decided that."""
@@ -308,6 +320,9 @@ class _Run:
         `saved` are the edit space's tensors in a checkpoint; None in a new run. Remote clients get them in a message.
         """
         self.opened = open_run(self.setup, self.engines, saved)
+        if self.arrivals is not None:
+            server_context = replace(self.opened.server_context, arrivals=self.arrivals)
+            self.opened = replace(self.opened, server_context=server_context)
         self.engine: AnyEngine
         if self.remote is None:
             self.engine = self.engines.training(self.setup.algorithm, self.opened.context)
@@ -383,7 +398,10 @@ class _Run:
         self.tally = replace(self.tally, seconds=self.tally.seconds + time.perf_counter() - began)
         self.record.append(line)
         tensors, _ = to_tensors(new_state, {})
-        self.log.append(line, tensors, updates=summary.digests, protection=protection_label(setup.algorithm))
+        facts: dict[str, Any] = {"updates": summary.digests, "protection": protection_label(setup.algorithm)}
+        if "arrivals" in line:
+            facts["arrivals"] = line["arrivals"]
+        self.log.append(line, tensors, **facts)
         self.stop = _first_stop((callback, callback.on_round_end(line, new_state)) for callback in self.callbacks)
         self._note_unused(summary, line)
         nonfinite = int(sum(line.get("clients", {}).get("nonfinite", ())))

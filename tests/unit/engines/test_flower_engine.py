@@ -22,6 +22,7 @@ from tests.support.toy import Toy
 from fedgraft import algorithms as zoo
 from fedgraft.client.actions import action_named
 from fedgraft.client.handle import handle
+from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import load
 from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.data.sources.class_map import check_names, odd_names
@@ -29,6 +30,7 @@ from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.train import LocalTraining
+from fedgraft.privacy.protection import secure
 
 pytest.importorskip("flwr", reason="needs the extra 'flower'")
 
@@ -852,3 +854,25 @@ def test_a_round_ends_with_enough_answers_and_waits_no_longer_than_its_deadline(
     began = grid.clock()
     toy.run(1)
     assert 30 <= grid.clock() - began < 32
+
+
+@pytest.mark.parametrize(("enough", "opens"), [(4, True), (3, False)])
+def test_a_secure_round_that_ends_early_is_opened_if_two_thirds_have_answered(enough: int, opens: bool) -> None:
+    """Four of five are more than two thirds; with three nothing is opened, which a config may not ask for."""
+    toy = Toy(secure(algorithm("fedavg"), limit=8.0), per_round=5)
+    engine, grid = deploy(toy, 5, Patience(deadline=30.0, enough=enough))
+    for node in grid.nodes.values():
+        node.delay = 1.0 if node.client < enough else 20.0
+    assert engine.patience.enough == enough
+    before = toy.state.vector
+    toy.run(1)
+    record = toy.summary.record
+    assert bool(record.get("aborted")) is not opens
+    assert torch.equal(toy.state.vector, before) is not opens
+    words = ["privacy.aggregation=secure", "partition.clients=5", "rounds.fraction=1.0", f"rounds.enough={enough}"]
+    if opens:
+        assert record["clients"]["ids"] == [0, 1, 2, 3]
+        build_algorithm(load(None, words))
+        return
+    with raises("E-CONFIG-ENOUGH", needed=4):
+        build_algorithm(load(None, words))
