@@ -28,6 +28,9 @@ class DataTable(Section):
     resize: Literal["model", "crop", "squash"] = Field(
         "model", description="how images get the network's size; default: as the network was trained, else crop"
     )
+    interpolation: Literal["model", "nearest", "bilinear", "bicubic", "lanczos"] = Field(
+        "model", description="filter of the resizing; default: as the network was trained, else bicubic"
+    )
     grey_window: tuple[float, float] | None = Field(
         None, description="grey values of deep images (16 bits and more) shown black and white; default: 0 and 255"
     )

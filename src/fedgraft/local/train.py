@@ -22,6 +22,7 @@ from fedgraft.local.compiled import stepping
 from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.loss_scale import LossScale
 from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
+from fedgraft.local.mixing import mix
 from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, new_state, sgdm, state_on
 from fedgraft.local.progress import Snapshot, TrainingProgress, resumable
 
@@ -83,6 +84,10 @@ class LocalTraining:
     """Endings of parameter names that train in turn, one in each step; all other parameters train in every step."""
     amp: Literal["float16", "bfloat16"] | None = None
     """mixed precision of training, for GPUs; vectors, features and exports stay float32; default: float32"""
+    mixup: Positive | None = None
+    """MixUp: mix pairs of images of a batch, with shares from Beta(α, α), this α; default: off"""
+    cutmix: Positive | None = None
+    """CutMix: paste a box of another image of the batch, its area by Beta(α, α); with mixup: either, half the time"""
     compile: bool = False
     """training steps through torch.compile: a minute of compiling in each process, then other last bits that repeat"""
 
@@ -114,7 +119,7 @@ class LocalTraining:
         options = []
         if self.sampling != "uniform":
             options.append(f"local.sampling={self.sampling!r}")
-        for name in ("clip", "amp", "head_lr"):
+        for name in ("clip", "amp", "head_lr", "mixup", "cutmix"):
             if getattr(self, name) is not None:
                 options.append(f"local.{name}={getattr(self, name)!r}")
         if self.compile:
@@ -124,13 +129,18 @@ class LocalTraining:
         return f"local training with {', '.join(options)}"
 
     @property
+    def mixes(self) -> bool:
+        """Whether batches of images are mixed, so that clients train on pixels."""
+        return self.mixup is not None or self.cutmix is not None
+
+    @property
     def requires(self) -> Capabilities:
         """What its own options need, without those of optimizer and correction."""
         required: set[Capability] = set()
         if self.sampling == "federation":
             required.add(Capability.CLASS_COUNTS)
         by_client = self.sampling != "uniform" or self.amp == "float16"  # by its classes, by its loss scale
-        if by_client or self.compile:
+        if by_client or self.compile or self.mixes:
             required.add(Capability.SEPARATE_CLIENTS)
         if self.clip is not None or self.amp is not None or self.head_lr is not None or self.turns:
             required.add(Capability.GRADIENT_VECTORS)
@@ -330,7 +340,11 @@ def train(
         inputs = inputs_on(device, examples, batch, augment)
         labels = device.put(examples.labels[batch])
         with device.autocast(rule.amp), lone_values_by_running_statistics(network, len(batch)):
-            batch_loss = value(step_network, inputs, labels, examples.entry)
+            if rule.mixes:
+                mixed = mix(inputs, augment, rule.mixup, rule.cutmix)
+                batch_loss = mixed.loss(value, step_network, labels, examples.entry)
+            else:
+                batch_loss = value(step_network, inputs, labels, examples.entry)
         if loss_scale is None:
             batch_loss.backward()
             gradient = flat.gradient()

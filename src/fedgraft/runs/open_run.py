@@ -114,7 +114,7 @@ def open_run(
         ratio = norm_ratio(network, space, task.eval_images, setup.evaluation_rows[:256])
         rate_factor = min(config.trainable.match_norm, ratio)
         log.info("update-norm matching: the learning rate is raised %.2f times", rate_factor)
-    entry = task.entry_for(space.first_block(network), config)
+    entry = task.entry_for(space.first_block(network), config, algorithm.local.mixes)
     validation_rows = task.data.validation_rows
     private_start = None
     if private is not None:

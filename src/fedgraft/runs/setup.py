@@ -267,7 +267,8 @@ class RunSetup:
         batches = self.config.rounds.total * len(self.cohort) * local.steps_for(rows_per_client)
         if not task.transform.deterministic or 2 * batches * local.batch_size < rows:
             return None
-        return self.train_at(task.entry_for(self._first_block, self.config))
+        mixes = self.algorithm.local.mixes
+        return self.train_at(task.entry_for(self._first_block, self.config, mixes))
 
     def train_at(self, entry: int) -> Examples:
         """Return the training images as they enter the network at block `entry` (0: as pixels).
@@ -535,7 +536,7 @@ def transform_for(network: VisionNetwork, config: Config, augment: Sequence[str]
     The config's choices come first, then what the network was trained with. `augment` names training transforms; None:
     those of the config.
     """
-    rule = rule_for(network, config.data.resize, config.data.grey_window)
+    rule = rule_for(network, config.data.resize, config.data.grey_window, config.data.interpolation)
     mean, std = STATISTICS.get(config.data.normalise, (network.mean, network.std))
     training_transforms = tuple(config.data.augment if augment is None else augment)
     return Transform(rule, training_transforms, tuple(mean), tuple(std))  # type: ignore[arg-type]

@@ -148,11 +148,16 @@ class Transform:
         return ((images - mean) / std).contiguous()
 
 
-def rule_for(network: Any, resize: str = "model", window: Window = None) -> PixelRule:
+FILTERS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}
+"""Pillow's numbers of the filters of resizing, by name."""
+
+
+def rule_for(network: Any, resize: str = "model", window: Window = None, interpolation: str = "model") -> PixelRule:
     """Return the pixel rule of a network.
 
     `resize` is "crop" or "squash", or "model": as the network's own preprocessing does, "crop" where it has none.
-    `window` are the grey values of deep images that become black and white; None: as they are.
+    `window` are the grey values of deep images that become black and white; None: as they are. `interpolation` is a
+    filter of `FILTERS`, or "model": that of the network's own preprocessing, bicubic where it has none.
     """
     size = network.image_size
     rule = PixelRule(size)
@@ -162,4 +167,6 @@ def rule_for(network: Any, resize: str = "model", window: Window = None) -> Pixe
         rule = PixelRule.from_preprocessor(network.preprocessor, size)
     if window is not None:
         rule = replace(rule, window=window)
+    if interpolation != "model":
+        rule = replace(rule, resample=FILTERS[interpolation])
     return rule
