@@ -132,7 +132,7 @@ def test_workers_on_two_devices_give_the_bits_of_one(tmp_path: Path, monkeypatch
 def test_a_fork_beside_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDGRAFT_START", "fork")
     with raises("E-ENGINES-FORK-DEVICE"):
-        run(tiny(BODY, f"device={NAME}", "workers=2"), tmp_path / "run", console=False)
+        run(tiny(BODY, f"device={NAME}", "workers=2", "pack=off"), tmp_path / "run", console=False)
 
 
 def test_nodes_compute_where_their_owners_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
