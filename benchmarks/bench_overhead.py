@@ -1,10 +1,10 @@
 """Local training against bare forward and backward passes, ViT-S/16 and ViT-B/16 at 224 pixels, every trainable kind.
 
-Both do the same passes: the same network with random weights, the same trained parameters, the same inputs at the block
-where they enter (behind the frozen part, as from a feature cache). The bare loop computes loss and gradients and nothing
-else: no optimizer, no clients, no messages. fedgraft carries out a training request: it binds the model's vector, draws
-rows, steps the optimizer, and returns the encoded update. The two alternate on one thread; ratios are those of medians of
-processor time, which a loaded machine changes less than the clock does.
+Both do the same passes: the same network with random weights, the same trained parameters, the same inputs at the
+block where they enter (behind the frozen part, as from a feature cache). The bare loop computes loss and gradients and
+nothing else: no optimizer, no clients, no messages. fedgraft carries out a training request: it binds the model's
+vector, draws rows, steps the optimizer, and returns the encoded update. The two alternate on one thread; ratios are
+those of medians of processor time, which a loaded machine changes less than the clock does.
 
     python benchmarks/bench_overhead.py                     # both networks, all kinds: a quarter of an hour when idle
     python benchmarks/bench_overhead.py --networks vit-s --kinds lora,head

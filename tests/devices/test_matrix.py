@@ -28,7 +28,6 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.robust import AGGREGATORS
 from fedgraft.cli.main import app
 from fedgraft.client import observe
-from fedgraft.client import train as client_training
 from fedgraft.config.data import DataTable, ModelTable
 from fedgraft.config.options import CompressionTable, Config
 from fedgraft.config.training import AlgorithmTable, LocalTable
@@ -40,6 +39,7 @@ from fedgraft.core.space import Bound
 from fedgraft.edit import choose, fisher
 from fedgraft.engines import batched
 from fedgraft.local import losses, optimizers
+from fedgraft.local import train as local_training
 from fedgraft.metrics.names import METRIC_NAMES
 from fedgraft.runs import loop
 
@@ -302,7 +302,7 @@ STRAYS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...] | 
         (*SPARSE, "trainable.sparse.strategy=lowest_magnitude"),
     ),
     "sums of squared gradients": (lambda patch: left_behind(patch, fisher, "fetch_all"), SPARSE),
-    "an update that is sent": (lambda patch: left_behind(patch, client_training), "fedavg"),
+    "an update that is sent": (lambda patch: left_behind(patch, local_training), "fedavg"),
     "evidence that is sent": (lambda patch: left_behind(patch, observe), "fedfisher"),
     "forked workers": (forked_workers, (BODY, "workers=2")),
 }
