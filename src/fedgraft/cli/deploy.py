@@ -13,7 +13,8 @@ app = typer.Typer(
     no_args_is_help=True,
     help=(
         "Run on other people's machines, over TLS, with Flower. The coordinator uses init, register, server, "
-        "preflight, submit, status, evaluate, stop, revoke, renew; a data owner uses key, policy, trust, node, audit. "
+        "preflight, submit, status, evaluate, stop, revoke, renew; a data owner uses key, policy, trust, node, audit, "
+        "ledger. "
         "`local` does all of it on this machine; `app` writes an app for somebody else's Flower federation. "
         "See docs/deploy.md."
     ),
@@ -35,6 +36,7 @@ for _command in (
     trust.fingerprint,
     trust.trust,
     trust.audit,
+    trust.ledger,
     trust.revoke,
     trust.renew,
 ):

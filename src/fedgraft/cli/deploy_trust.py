@@ -32,9 +32,11 @@ def policy(
 ) -> None:
     """Node: print a safe policy for a config (or a federation's folder), or which rules of yours it breaks."""
     import_runtime()
+    from fedgraft.client.ledger import DataLedger
     from fedgraft.client.policy import in_words, policy_toml
     from fedgraft.config.agreement import safe_policy
     from fedgraft.config.build import build_algorithm
+    from fedgraft.deploy.node_state import NodeState
 
     config = _config(overrides)
     algorithm = build_algorithm(config)
@@ -49,7 +51,10 @@ def policy(
                 "leave it out: the actions of a run are allowed",
                 action=action,
             )
-    policy = safe_policy(config, algorithm, allow or ())
+    known = DataLedger()
+    if key is not None:
+        known = NodeState(key.absolute().with_suffix(".home")).data_ledger()
+    policy = safe_policy(config, algorithm, allow or (), known.most_questions, known.epsilon)
     typer.echo("a node with this policy carries out a request only if it follows all of these rules:")
     for sentence in in_words(policy):
         echo(f"  {sentence}", "    ")
@@ -236,3 +241,26 @@ def _audit_text(line: Mapping[str, Any]) -> str:
     if line["kind"] in _EVENTS:
         return f"{line['n']:6d}  {when}  {_EVENTS[line['kind']]} {action}: {line['why']}"
     return f"{line['n']:6d}  {when}  {action}: {line['bytes']:,} bytes, {line['protection']}"
+
+
+def ledger(key: Key) -> None:
+    """Node: show what was answered about this node's images ; exit code 1 if the ledger is a restored one."""
+    from fedgraft.deploy.node_state import NodeState
+
+    known = NodeState(key.absolute().with_suffix(".home")).data_ledger()
+    typer.echo(f"counter {known.counter}; it only grows, and peers hold its signature")
+    for rows, questions in sorted(known.asked.items()):
+        over = ", ".join(map(str, known.sets.get(rows, []))) or "this node alone"
+        split = rows.partition("/")[0]
+        typer.echo(f"{split} images ({rows}): {len(questions)} questions outside the rounds, sums over clients {over}")
+    for run, (latest, count, _) in sorted(known.rounds.items()):
+        typer.echo(f"run {run}: {count} hidden rounds, the latest is {int(latest) + 1}")
+    for run, (epsilon, delta) in sorted(known.spent.items()):
+        typer.echo(f"run {run}: epsilon {epsilon:.4g}, delta {delta:.2g}")
+    typer.echo(f"all runs together: epsilon {known.epsilon:.4g}, delta {known.delta:.2g}")
+    if known.proven:
+        typer.echo(
+            f"RESTORED FROM A BACKUP: a peer holds this node's signature of its ledger at {known.proven}. The node "
+            "answers nothing. Put the newest ledger back, or make a new key, which begins a new ledger."
+        )
+        raise typer.Exit(1)

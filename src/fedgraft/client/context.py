@@ -55,6 +55,10 @@ class ClientContext:
     """Whether clients store what they answered in secure sums, so that a server that lost it may ask again."""
     run_fingerprint: str = ""
     """Identity of what this machine was told of the run besides requests; all clients of a secure sum share it."""
+    division: str = ""
+    """Identity of how the rows were divided into training and validation; on a node, where runs may differ in it."""
+    account: tuple[float, float] | None = None
+    """Epsilon and delta of the whole run, which are charged to the ledger of the data; None: it has none."""
     noise_key: bytes = b""
     """This machine's secret for the noise on representations that clients send; empty: noise comes from the seed."""
     progress: Callable[[str], TrainingProgress] | None = None

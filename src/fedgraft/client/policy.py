@@ -62,6 +62,18 @@ class Policy:
     )
     rounds: int | None = field(default=None, metadata={"says": "most rounds of a run"})
     sums: int | None = field(default=None, metadata={"says": "most secure sums of one kind before the first round"})
+    queries: int | None = field(
+        default=None, metadata={"says": "most questions outside the rounds about the same rows, in all runs together"}
+    )
+    other_sets: bool = field(
+        default=False,
+        metadata={
+            "says": "sums outside the rounds over other clients than before; two of them give away the difference"
+        },
+    )
+    lifetime_epsilon: float | None = field(
+        default=None, metadata={"says": "most epsilon of all runs on this data together"}
+    )
     rounds_per_day: int | None = field(default=None, metadata={"says": "most training requests a day"})
     queries_per_day: int | None = field(default=None, metadata={"says": "most other requests a day"})
     least_images: int = field(default=0, metadata={"says": "fewest images an evaluation or count may be about"})

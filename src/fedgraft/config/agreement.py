@@ -118,8 +118,14 @@ def policies_of(config: Config, algorithm: Algorithm, owner: Policy | None = Non
 # ---- a policy for a config ----------------------------------------------------------------------------------------
 
 
-def safe_policy(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:
-    """Return a policy that allows this config and the actions of `also`, and as little else as rules can express."""
+def safe_policy(
+    config: Config, algorithm: Algorithm, also: Sequence[str] = (), questions: int = 0, spent: float = 0.0
+) -> Policy:
+    """Return a policy that allows this config and the actions of `also`, and as little else as rules can express.
+
+    `questions` and `spent` are what the ledger of the data has already: the most questions about the same rows, and the
+    epsilon of earlier runs.
+    """
     rounds = config.rounds.total
     wanted = requested_actions(config, algorithm)
     sums = _number_of_sums(config, algorithm, wanted)
@@ -139,12 +145,13 @@ def safe_policy(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) 
         rounds=rounds,
         sums=sums,
         rounds_per_day=2 * rounds,
+        queries=questions + _number_of_queries(config, sums),
         queries_per_day=2 * _number_of_queries(config, sums),
         least_images=LEAST_IMAGES,
         heads=MOST_HEADS,
         ranges=_ranges(config, algorithm, wanted),
         steps=config.local.steps or max(config.local.client_steps, default=None),
-        **_account_rules(config, algorithm),
+        **_account_rules(config, algorithm, spent),
     )
 
 
@@ -217,8 +224,8 @@ def _ranges(config: Config, algorithm: Algorithm, wanted: Sequence[str]) -> dict
     return ranges
 
 
-def _account_rules(config: Config, algorithm: Algorithm) -> dict[str, Any]:
-    """Return the rules about differential privacy; empty without it."""
+def _account_rules(config: Config, algorithm: Algorithm, spent: float) -> dict[str, Any]:
+    """Return the rules about differential privacy; empty without it. `spent` is the epsilon of earlier runs."""
     account = budget(config, algorithm, config.rounds.total)
     noise = algorithm.privacy.noise
     if account is None or noise is None:
@@ -226,7 +233,10 @@ def _account_rules(config: Config, algorithm: Algorithm) -> dict[str, Any]:
     epsilon = account.epsilon
     if math.isfinite(epsilon):
         epsilon = math.ceil(epsilon * 1e4) / 1e4  # rounded up, so that the last digit does not decide
-    return {"epsilon": epsilon, "delta": account.delta, "noise": noise.mechanism.noise}
+    rules = {"epsilon": epsilon, "delta": account.delta, "noise": noise.mechanism.noise}
+    if math.isfinite(epsilon):
+        rules["lifetime_epsilon"] = spent + epsilon
+    return rules
 
 
 # ---- a policy against a config ------------------------------------------------------------------------------------

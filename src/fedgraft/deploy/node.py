@@ -27,7 +27,7 @@ from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle_or_refuse
 from fedgraft.client.policy import Policy
 from fedgraft.config.agreement import policies_of
-from fedgraft.config.build import build_algorithm
+from fedgraft.config.build import budget, build_algorithm
 from fedgraft.config.load import Config
 from fedgraft.core.client_memory import ClientMemory, never_goes_back
 from fedgraft.core.device_choice import AUTO
@@ -75,6 +75,7 @@ class NodeRun:
         if worker_request.data:
             data = own_data(config, worker_request.source, worker_request.data, worker_request.classes)
         self.setup = setup_of(config, data, for_training=False)
+        self.account = account_of_run(self.config)
         self.opened: OpenRun | None = None
         self.digest = ""
         """Digest of the tensors of the edit space that the server sent; empty before."""
@@ -190,6 +191,8 @@ class NodeRun:
         context.policies = self.policies
         context.replays = self.state is not None
         context.run_fingerprint = self.run_fingerprint
+        context.division = division_of(self.config)
+        context.account = self.account
         context.noise_key = b""
         if permanent:
             context.noise_key = noise_key(permanent)
@@ -219,6 +222,20 @@ class NodeRun:
 def fingerprint_of_run(config: Config, classes: Sequence[str], opened: bytes) -> str:
     """Return what a node knows of a run besides its requests: config, classes, edit space. Peers compare it."""
     return json.dumps([config.fingerprint, list(classes), hashlib.sha256(opened).hexdigest()])
+
+
+def division_of(config: Config) -> str:
+    """Return the identity of how a config divides a node's images into training and validation."""
+    division = [config.seed, config.data.model_dump_json(), config.partition.model_dump_json()]
+    return hashlib.sha256(json.dumps(division).encode()).hexdigest()[:16]
+
+
+def account_of_run(config: Config) -> tuple[float, float] | None:
+    """Return epsilon and delta of a whole run of this config; None if it has no differential privacy."""
+    account = budget(config, build_algorithm(config), config.rounds.total)
+    if account is None:
+        return None
+    return account.epsilon, account.delta
 
 
 def agreed_policies(config: Config, owner: Policy | None, task: str = "") -> tuple[Policy, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fedgraft.client.ledger import DataLedger
 from fedgraft.client.policy import Policy, parse
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import BadMessage, Request, as_bytes, pack, unpack
@@ -86,19 +87,17 @@ class NodeState:
         identity = self._identity(permanent)
         return permanent | {"identity": as_tensor(identity.to_bytes())}
 
+    def data_ledger(self) -> DataLedger:
+        """Return the ledger of the node's data, for its owner; an empty one if nothing was answered yet."""
+        if not self.ledger.is_file():
+            return DataLedger()
+        return DataLedger.of(self._unpack_ledger().auxiliary)
+
     def _read_ledger(self, client: int) -> dict[str, Tensor]:
         """Return the contents of the ledger; empty if there is none yet."""
         if not self.ledger.is_file():
             return {}
-        try:
-            stored = unpack(Request, self.ledger.read_bytes())
-        except BadMessage:
-            raise FedgraftError(
-                "E-DEPLOY-LEDGER-DAMAGED",
-                f"the ledger {self.ledger} is damaged",
-                "restore it from a backup, or make a new key",
-                path=str(self.ledger),
-            ) from None
+        stored = self._unpack_ledger()
         if stored.client != client:
             raise FedgraftError(
                 "E-DEPLOY-KEY-BOUND",
@@ -108,6 +107,18 @@ class NodeState:
                 bound_client=stored.client,
             )
         return dict(stored.auxiliary)
+
+    def _unpack_ledger(self) -> Request:
+        """Return the message that the file of the ledger is; refuse a damaged one."""
+        try:
+            return unpack(Request, self.ledger.read_bytes())
+        except BadMessage:
+            raise FedgraftError(
+                "E-DEPLOY-LEDGER-DAMAGED",
+                f"the ledger {self.ledger} is damaged",
+                "restore it from a backup, or make a new key",
+                path=str(self.ledger),
+            ) from None
 
     def _identity(self, permanent: Mapping[str, Tensor]) -> Identity:
         """Return the identity derived from the key, with the peers of the ledger and those that the owner pinned."""

@@ -24,13 +24,22 @@ from fedgraft.privacy.secagg.ring import Summand
 _FINETUNE_PARTS = ("head", "body", "both")
 
 
+def _split_of(request: Request) -> str:
+    """Return the split that a request is about: the one that it names, or the validation rows."""
+    return "test" if request.settings.get("split") == "test" else "validation"
+
+
+def _test_split(request: Request) -> str:
+    return "test"
+
+
 def _requested_split(request: Request, context: ClientContext) -> tuple[Examples, Tensor]:
     """Return the examples of the split that a request names in its settings, and which rows of them are this client's.
 
     The split "test" is the client's test images; any other is the validation rows that it holds out of training. The
     rows are empty where the client has none.
     """
-    if request.settings.get("split") == "test":
+    if _split_of(request) == "test":
         examples = context.examples if context.tests is None else context.tests
         rows_of_client = context.test_rows
     else:
@@ -191,6 +200,7 @@ ACTIONS = [
         _answer_count,
         validate=_validate_count,
         shown_alone=True,
+        split=_split_of,
         images=_held_out_images,
     ),
     sum_action(
@@ -202,6 +212,7 @@ ACTIONS = [
         settings={"split": str},
         model="edit_space",
         validate=_validate_split,
+        split=_split_of,
     ),
     Action(
         "evaluate",
@@ -211,6 +222,7 @@ ACTIONS = [
         model="edit_space",
         validate=_validate_finetuning,
         shown_alone=True,
+        split=_test_split,
         images=_own_test_images,
     ),
 ]

@@ -24,12 +24,23 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Response, pack, unpack
 from fedgraft.privacy.secagg import keys as crypto
 from fedgraft.privacy.secagg import shamir
-from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, advert_text, is_genuine_advert, lists_text, part_of
+from fedgraft.privacy.secagg.adverts import (
+    ADVERT_BYTES,
+    PROOF_BYTES,
+    advert_text,
+    counter_of,
+    is_genuine_advert,
+    lists_text,
+    part_of,
+    proven_counter,
+    signed_counter,
+)
 from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES, TAG_BYTES, Identity, SecureRefusal
 from fedgraft.privacy.secagg.plan import STAGES, Data, Plan
 
-BOX_BYTES = 2 * shamir.SHARE_BYTES + TAG_BYTES
-"""Length of a sealed box: a share of the mask key and a share of the seed."""
+_SHARES_BYTES = 2 * shamir.SHARE_BYTES
+BOX_BYTES = _SHARES_BYTES + PROOF_BYTES + TAG_BYTES
+"""Length of a sealed box: shares of the mask key and of the seed, and the largest counter its receiver showed."""
 
 
 def as_tensor(rows: bytes | Sequence[bytes]) -> Tensor:
@@ -72,6 +83,8 @@ class ClientProgress:
     """Seed of the mask of its own."""
     noise_key: str = ""
     """Key of the noise that this client adds to its input, in hexadecimal digits; no share of it exists."""
+    counter: int = 0
+    """Counter of the ledger that the advert of this sum shows."""
     drawn: list[int] = field(default_factory=list)
     """Holders of the own shares; empty: all others."""
     adverts: dict[str, str] = field(default_factory=dict)
@@ -95,6 +108,7 @@ class SecureClient:
 
     `identity` is the client's long-term key and memory, which changes with every sum. `run_fingerprint` is compared
     among all clients of the sum. `cohort` is the fewest clients that the owner of this one allows in an opened sum.
+    `counter` is that of the ledger of this client's data.
     """
 
     def __init__(
@@ -105,6 +119,7 @@ class SecureClient:
         entropy: Callable[[int], bytes] = os.urandom,
         run_fingerprint: str = "",
         cohort: int = 2,
+        counter: int = 0,
     ) -> None:
         if client not in plan.places:
             raise SecureRefusal(
@@ -117,6 +132,7 @@ class SecureClient:
         self.client = client
         self.identity = identity
         self.entropy = entropy
+        self.counter = counter
         self.run_fingerprint = hashlib.sha256(run_fingerprint.encode()).digest()
         """Digest of everything this client knows of the run besides its requests; equal for all clients of the sum."""
         self.progress = ClientProgress()
@@ -199,6 +215,7 @@ class SecureClient:
             self.identity.record_served(self.plan)
             drawn = self.plan.draw(self.client, self.entropy)
             self.progress.drawn = list(drawn)
+            self.progress.counter = self.counter
             box_key = self.entropy(KEY_BYTES)
             mask_key = crypto.canonical_private_key(self.entropy(KEY_BYTES))
             seed = self.entropy(KEY_BYTES)
@@ -208,13 +225,15 @@ class SecureClient:
             self.progress.noise_key = self.entropy(KEY_BYTES).hex()
             public_keys = crypto.public_key(box_key) + crypto.public_key(mask_key)
             advertised = public_keys + self.identity.public + self.run_fingerprint
+            advertised += signed_counter(self.identity.private, self.counter)
             signature = crypto.sign(self.identity.private, advert_text(self.plan, self.client, advertised, drawn))
             return {"advert": as_tensor(advertised + signature), "drawn": torch.tensor(drawn, dtype=torch.int64)}
 
     def shares(self, data: Data) -> dict[str, Tensor]:
         """Check the neighbours' keys and return one sealed box per holder of shares, and a commitment to the seed.
 
-        A box holds a share of the mask key and one of the seed; the server passes it on. Own shares are stored.
+        A box holds a share of the mask key, one of the seed, and the largest counter of its ledger that the receiver
+        showed this client before this sum; the server passes it on. Own shares are stored.
         """
         with self._turn("shares"):
             self._read_adverts(data)
@@ -232,7 +251,9 @@ class SecureClient:
                 point = self.plan.places[holder]
                 purpose = self.plan.context_bytes("box", self.client, holder)
                 box_key = agree(self._public(holder, "box"), purpose)
-                boxes.append(crypto.seal(box_key, key_shares[point] + seed_shares[point], purpose))
+                contents = key_shares[point] + seed_shares[point] + self._proof_for(holder)
+                boxes.append(crypto.seal(box_key, contents, purpose))
+            self._remember_counters()
             return {"boxes": as_tensor(boxes), "commitment": as_tensor(crypto.commitment(seed))}
 
     def _read_adverts(self, data: Data) -> None:
@@ -250,6 +271,33 @@ class SecureClient:
         self.progress.owners = owners
         if set(neighbours) != {*self._own_holders(), *owners}:
             raise SecureRefusal("a client is named as tied to this one that neither drew the other", check="neighbours")
+
+    def _proof_for(self, holder: int) -> bytes:
+        """Return the largest counter that a peer showed before this sum, with its signature."""
+        counter, signature = self.identity.counters.get(holder, (0, bytes(SIGNATURE_BYTES)))
+        return counter.to_bytes(PROOF_BYTES - SIGNATURE_BYTES, "little") + signature
+
+    def _require_newest_ledger(self, proof: bytes, peer: int) -> None:
+        """Raise `SecureRefusal` if a peer proves that the ledger of this client once was further than it is now.
+
+        Every sum begins with a larger counter than all before it, so an equal one was shown by another ledger.
+        """
+        counter = proven_counter(self.identity.public, proof)
+        if counter >= self.progress.counter:
+            raise SecureRefusal(
+                f"client {peer} holds this node's signature of its ledger at {counter}, and it is at "
+                f"{self.progress.counter}: it was restored from a backup",
+                "ledger",
+                check="counter",
+                proven=counter,
+            )
+
+    def _remember_counters(self) -> None:
+        """Remember the counters that the peers of this sum show."""
+        for client, digits in self.progress.adverts.items():
+            proof = counter_of(bytes.fromhex(digits))
+            counter = int.from_bytes(proof[:-SIGNATURE_BYTES], "little")
+            self.identity.record_counter(int(client), counter, proof[-SIGNATURE_BYTES:])
 
     def _own_holders(self) -> list[int]:
         """Return the neighbours that hold shares of this client."""
@@ -277,7 +325,9 @@ class SecureClient:
             for owner, box in zip(owners, boxes, strict=True):
                 purpose = self.plan.context_bytes("box", owner, self.client)
                 box_key = agree(self._public(owner, "box"), purpose)
-                self.progress.shares[str(owner)] = crypto.unseal(box_key, box, purpose, owner).hex()
+                contents = crypto.unseal(box_key, box, purpose, owner)
+                self._require_newest_ledger(contents[_SHARES_BYTES:], owner)
+                self.progress.shares[str(owner)] = contents[:_SHARES_BYTES].hex()
             self.progress.masked = neighbours
             return self._mask(words, neighbours)
 
@@ -412,6 +462,8 @@ class SecureClient:
                 f"the keys of client {client} are not the ones it signed for this round", check="advert", client=client
             )
         self._check_run_fingerprint(client, advert)
+        if proven_counter(part_of(advert, "identity"), counter_of(advert)) < 0:
+            raise SecureRefusal(f"client {client} did not sign its ledger's counter", check="counter", client=client)
 
     def _check_run_fingerprint(self, client: int, advert: bytes) -> None:
         """Raise `SecureRefusal` if the peer `client` works on another run, by the fingerprint in its advert."""

@@ -20,7 +20,14 @@ from torch import Tensor
 from fedgraft.aggregate.codecs import BadPayload, check_tensor
 from fedgraft.privacy.secagg import keys as crypto
 from fedgraft.privacy.secagg import shamir
-from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, is_genuine_advert, lists_text, part_of
+from fedgraft.privacy.secagg.adverts import (
+    ADVERT_BYTES,
+    counter_of,
+    is_genuine_advert,
+    lists_text,
+    part_of,
+    proven_counter,
+)
 from fedgraft.privacy.secagg.client import BOX_BYTES, as_rows, as_tensor, pair_key, self_key
 from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES
 from fedgraft.privacy.secagg.plan import STAGES, Data, Plan, SecureAbort
@@ -152,6 +159,8 @@ class SecureServer:
         identity = part_of(advert, "identity")
         if not is_genuine_advert(self.plan, client, advert, drawn):
             return "its keys are not signed by it, or it drew holders that it cannot have"
+        if proven_counter(identity, counter_of(advert)) < 0:
+            return "it did not sign its ledger's counter"
         if self.known.setdefault(client, identity) != identity:
             return "it has another identity than before"
         most_common_fingerprint = fingerprints.most_common(1)[0][0]
