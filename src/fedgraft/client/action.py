@@ -101,6 +101,8 @@ class Action:
     """The vector that a request must carry: none, the edit space's values, or all weights of the network."""
     tensors: Callable[[Network], Mapping[str, tuple[int, ...]]] = _no_tensors
     """Further tensors that a request must carry, with their shapes."""
+    tensor_names: tuple[str, ...] = ()
+    """Names of further tensors whose shape follows from the request; `validate` looks at it."""
     validate: Callable[[Request, Algorithm, ClientContext], None] = _nothing_further
     """Raise `Refused` for what the declarations above cannot say."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.action import Action
+from fedgraft.client.action import Action, RunPhase
 from fedgraft.client.actions import ACTIONS
 from fedgraft.client.context import ClientContext, model_vector, with_full_model
 from fedgraft.client.ledger import DataLedger, Rows, question_digest
@@ -81,7 +81,8 @@ def check_question(
     """
     limits = [policy.queries for policy in policies_in_force(algorithm, context) if policy.queries is not None]
     question = question_digest(action.name, action.canonical(request, context), request)
-    ledger.check_question(rows_of(request, action, context), question, plan, min(limits, default=None))
+    repeatable = action.phase is RunPhase.EVALUATION  # over the same clients the same model scores the same
+    ledger.check_question(rows_of(request, action, context), question, plan, min(limits, default=None), repeatable)
     return question
 
 
@@ -136,7 +137,7 @@ def forbid_extra_fields(request: Request, action: Action, context: ClientContext
     at_work = request.action == "secure.masked"
     expected_tensors: set[str] = set()
     if at_work:
-        expected_tensors = set(action.tensors(context.network))
+        expected_tensors = {*action.tensors(context.network), *action.tensor_names}
     tensors = {name for name in request.auxiliary if name != "plan" and not name.startswith("data:")}
     settings = {name for name in request.settings if name != "sums"}
     carries_model = request.vector is not None

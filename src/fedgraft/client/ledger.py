@@ -151,16 +151,17 @@ class DataLedger:
 
     # ---- questions outside the rounds
 
-    def check_question(self, rows: Rows, question: str, plan: str, most: int | None) -> None:
+    def check_question(self, rows: Rows, question: str, plan: str, most: int | None, repeatable: bool = False) -> None:
         """Refuse a question about these rows that was answered before, or one more than `most`.
 
         `plan` is the digest of the plan of the hidden sum that answers it, "" for an answer in the clear. The same sum
-        may be asked for again, and so may an answer in the clear, which is the same one every time.
+        may be asked for again, and so may an answer in the clear, which is the same one every time. A `repeatable`
+        question may be answered by other sums too: over the same clients they are all the same.
         """
         known = self.asked.get(rows.key, {})
         digest = question[:_DIGITS]
         if digest in known:
-            if known[digest] != plan[:_DIGITS]:
+            if known[digest] != plan[:_DIGITS] and not repeatable:
                 raise Refused("this very sum was asked for before, under another number", "repeat", check="request")
             return
         if most is not None and self.questions_about(rows) >= most:

@@ -39,6 +39,8 @@ SANE: Mapping[str, tuple[float, float]] = MappingProxyType(
 )
 """Ranges of a request's numbers that hold without any policy."""
 
+_EVALUATION_SUMS = ("counts", "scores")
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -119,6 +121,8 @@ class Policy:
         if name == "train":
             if self.rounds is not None and number >= self.rounds:
                 raise Refused(f"round {number + 1} is asked for, and {self.rounds} are allowed", "rounds", round=number)
+        elif name in _EVALUATION_SUMS:
+            return  # their number is that of a round or a time; `queries` bounds how many there are
         elif self.sums is not None and is_secure_stage(request) and number >= self.sums:
             raise Refused(f"{number + 1} sums of {name} are asked for, not {self.sums}", "sums", action=name)
 

@@ -36,8 +36,13 @@ OPEN_RATE_FACTOR = 100.0
 
 
 def clear_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
-    """Return the actions whose responses the server sees client by client, also under secure aggregation."""
-    actions = ["count"]
+    """Return the actions whose responses the server sees client by client, also under secure aggregation.
+
+    Under secure aggregation nothing is counted in the clear but right answers of the model on a client's own images.
+    """
+    actions = []
+    if not algorithm.privacy.collects_sum:
+        actions.append("count")
     if config.personal.evaluate != "never":
         actions.append("evaluate")
     if "own_mask" in algorithm.trainable.asks:
@@ -46,14 +51,10 @@ def clear_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
-    """Return every action that a run of this config requests of clients; "count" only where images are held out.
-
-    A head that is computed from sums is scored by counts, also where the model is measured by secure sums later on.
-    """
+    """Return every action that a run of this config requests of clients; counts only where images are held out."""
     holds_out = config.data.validation > 0
     measures = holds_out and (config.rounds.evaluate_every > 0 or config.rounds.test)
     has_metrics = bool(config.metrics) or config.select != "accuracy"
-    measures_by_sums = measures and algorithm.privacy.collects_sum and has_metrics
     head = algorithm.closed_form or config.head
     scores_head = holds_out and head != "random"
     actions = []
@@ -61,10 +62,13 @@ def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
         actions.append("train")
     if Capability.CLASS_COUNTS in algorithm.requires:
         actions.append("class_counts")
-    if scores_head or (measures and not measures_by_sums):
+    if algorithm.privacy.collects_sum:
+        if scores_head:
+            actions.append("head_counts")
+        if measures:
+            actions.append("scores" if has_metrics else "counts")
+    elif scores_head or measures:
         actions.append("count")
-    if measures_by_sums:
-        actions.append("scores")
     if config.personal.evaluate != "never":
         actions.append("evaluate")
     return (*actions, *HEAD_ACTIONS[head], *algorithm.trainable.asks)
@@ -130,9 +134,11 @@ def safe_policy(
     wanted = requested_actions(config, algorithm)
     sums = _number_of_sums(config, algorithm, wanted)
     in_the_clear: tuple[str, ...] = ()
+    if algorithm.privacy.collects_sum and "evaluate" in also:
+        also = (*also, "scores")
     if algorithm.privacy.collects_sum:
         shown = [action for action in wanted if action in clear_actions(config, algorithm)]
-        in_the_clear = tuple(dict.fromkeys((*shown, *also)))
+        in_the_clear = tuple(name for name in dict.fromkeys((*shown, *also)) if name not in ("scores", "counts"))
     return Policy(
         config=config.fingerprint,
         secure=algorithm.privacy.collects_sum,
@@ -161,7 +167,7 @@ def _number_of_sums(config: Config, algorithm: Algorithm, wanted: Sequence[str])
     if "head_gradient" in wanted:
         sums = PROBE_STEPS
     sums += sum(algorithm.trainable.asks.values())
-    if "scores" in wanted:
+    if "scores" in wanted or "counts" in wanted or "head_counts" in wanted:
         sums = max(sums, 2 * config.rounds.total + 2)
     return sums
 

@@ -69,6 +69,10 @@ class Federation:
         """Return whether a client takes part in this round, counted from 1; 0 is before the first."""
         return self.joins.get(client, 0) <= round <= self.leaves.get(client, round)
 
+    def takes_part_always(self, client: int) -> bool:
+        """Return whether a client is there before the first round and until the last one."""
+        return self.takes_part(client, 0) and self.takes_part(client, self.rounds)
+
     def rate(self, state: ServerState) -> float:
         """Return the learning rate of the coming round."""
         return self.schedule(state.round, self.rounds, state.losses)
