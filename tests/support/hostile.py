@@ -19,6 +19,7 @@ from fedgraft.aggregate.slots import uniform
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments, vary
 from fedgraft.client.actions import action_named
 from fedgraft.client.handle import handle_or_refuse
+from fedgraft.client.history import ModelHistory
 from fedgraft.client.policy import Policy
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, Scalar, wire_size
@@ -78,6 +79,8 @@ class World:
         self.context.policies, self.context.replays = (policy_of(protection),), True
         self.context.held = lambda client: torch.arange(8)
         self.memory: dict[int, Mapping[str, torch.Tensor]] = {}
+        self.histories: dict[int, ModelHistory] = {}
+        """What each client knows of the run's models; empty: nothing, as in a simulation."""
         self.said: list[tuple[str, int, Answer]] = []
         self.lied_at = ""
         """The stage whose message is the lie; it must be refused there."""
@@ -100,6 +103,8 @@ class World:
     def tell(self, request: Request) -> Answer:
         """Give an order to its client."""
         context = self.context
+        if request.client in self.histories:
+            context = replace(context, history=self.histories[request.client])
         if self.elsewhere and request.client != VICTIM:
             context = replace(context, run_fingerprint=self.elsewhere)
         answer, self.memory[request.client] = handle_or_refuse(

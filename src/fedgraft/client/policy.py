@@ -67,6 +67,10 @@ class Policy:
     queries: int | None = field(
         default=None, metadata={"says": "most questions outside the rounds about the same rows, in all runs together"}
     )
+    models: tuple[str, ...] = field(
+        default=(),
+        metadata={"says": "fingerprints of models that may be evaluated though no run of this node made them"},
+    )
     other_sets: bool = field(
         default=False,
         metadata={

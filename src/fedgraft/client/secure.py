@@ -71,7 +71,12 @@ def secure_stage(
                 question = check_question(request, action, algorithm, context, ledger, plan)
                 ledger.hold_question(rows_of(request, action, context), question, plan)
             full_request = with_full_model(request, context)
+            history = context.history if action.in_rounds else None
+            if history is not None:
+                history.check(full_request, algorithm, context)
             summand, memory_after = action.summed(full_request, algorithm, context, memory)
+            if history is not None:
+                history.record(full_request, algorithm, update_length(summand))
             values = _with_cut_flag(secure_client.plan.ring, summand, request)
             for name, tensor in memory_after.items():
                 if not name.startswith(SECURE):
@@ -103,6 +108,14 @@ def secure_stage(
         refusal.memory = new_memory
         raise refusal from error
     return Response(request.run, request.round, request.client, request.space, 0, evidence=evidence), new_memory
+
+
+def update_length(summand: Mapping[str, Tensor]) -> float:
+    """Return the length of the update in a client's summand of a training round, without its weight."""
+    weight = float(summand["weight"])
+    if not weight:
+        return 0.0
+    return float(torch.linalg.vector_norm(summand["update"].double())) / weight
 
 
 def _record_survivors(

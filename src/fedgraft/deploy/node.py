@@ -13,9 +13,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,9 +27,10 @@ from fedgraft.client.action import RunPhase
 from fedgraft.client.actions import ACTIONS
 from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle_or_refuse
+from fedgraft.client.history import ModelHistory, RunRates
 from fedgraft.client.policy import Policy
 from fedgraft.config.agreement import policies_of
-from fedgraft.config.build import budget, build_algorithm
+from fedgraft.config.build import budget, build_algorithm, build_schedule
 from fedgraft.config.load import Config
 from fedgraft.core.client_memory import ClientMemory, never_goes_back
 from fedgraft.core.device_choice import AUTO
@@ -43,8 +46,9 @@ from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, ser
 from fedgraft.local.memory import keep_freed_memory
 from fedgraft.runs.head_init import install
 from fedgraft.runs.open_run import OpenRun, open_run
+from fedgraft.runs.rates import with_default_rates
 from fedgraft.runs.saving import saved_edit
-from fedgraft.runs.setup import setup_of
+from fedgraft.runs.setup import RunSetup, setup_of
 
 log = logging.getLogger("fedgraft")
 
@@ -77,6 +81,9 @@ class NodeRun:
         self.setup = setup_of(config, data, for_training=False)
         self.account = account_of_run(self.config)
         self.opened: OpenRun | None = None
+        self.first_model: Tensor | None = None
+        """The model before the first round, once the edit space is open."""
+        self.history: ModelHistory | None = None
         self.digest = ""
         """Digest of the tensors of the edit space that the server sent; empty before."""
         self.run_fingerprint = fingerprint_of_run(self.config, worker_request.classes, b"")
@@ -182,6 +189,7 @@ class NodeRun:
         except (KeyError, ValueError, TypeError, IndexError, RuntimeError, AssertionError) as error:
             log.warning("client %d received a head or an edit space that does not fit: %r", self.client, error)
             raise Refused("the head or the edit space that was sent does not fit this network", "request") from error
+        self.first_model = self.opened.context.space.gather(self.setup.task.network)
         self.digest = worker_request.digest
         self.run_fingerprint = fingerprint_of_run(self.config, worker_request.classes, worker_request.opened)
 
@@ -193,10 +201,34 @@ class NodeRun:
         context.run_fingerprint = self.run_fingerprint
         context.division = division_of(self.config)
         context.account = self.account
+        context.history = self._history(request.run)
         context.noise_key = b""
         if permanent:
             context.noise_key = noise_key(permanent)
         return context
+
+    def _history(self, run: str) -> ModelHistory | None:
+        """Return what this node knows of the run's models; None where updates are not hidden, or nothing is stored."""
+        state = self.state
+        if state is None or not self.setup.algorithm.privacy.collects_sum:
+            return None
+        if self.history is None:
+            rates = None
+            if not self.task:
+                rates = rates_of_run(self.config, self.setup)
+            self.history = ModelHistory(
+                None,
+                rates,
+                self.config.rounds.norm_factor,
+                partial(state.store_models, run),
+                (),
+                state.load_models(run),
+            )
+        if self.opened is not None and not self.task:
+            self.history.origin = self.first_model
+        if self.owner_policy is not None:
+            self.history.pinned = self.owner_policy.models
+        return self.history
 
     def _context_of(self, action_name: str) -> ClientContext:
         """Return the context in which an action of this name works: on the backbone, all weights, or the edit space."""
@@ -222,6 +254,31 @@ class NodeRun:
 def fingerprint_of_run(config: Config, classes: Sequence[str], opened: bytes) -> str:
     """Return what a node knows of a run besides its requests: config, classes, edit space. Peers compare it."""
     return json.dumps([config.fingerprint, list(classes), hashlib.sha256(opened).hexdigest()])
+
+
+def rates_of_run(config: Config, setup: RunSetup) -> RunRates:
+    """Return what a node knows of a run's learning rates from its config.
+
+    Rates that the config leaves open are measured by the server; a node allows them within a range around the defaults.
+    """
+    open_rate = config.local.lr is None
+    algorithm = with_default_rates(setup.algorithm, from_random=config.head == "random")
+    schedule = build_schedule(config, algorithm.lr)
+    doubled = build_schedule(config, 2 * algorithm.lr)
+    total = config.rounds.total
+    proportional = config.schedule.kind != "plateau"
+    for round in range(total):
+        proportional = proportional and math.isclose(doubled(round, total, ()), 2 * schedule(round, total, ()))
+    return RunRates(
+        schedule,
+        total,
+        algorithm.lr,
+        open_rate,
+        algorithm.local.head_lr,
+        config.local.head_lr is None,
+        max(1.0, config.trainable.match_norm or 1.0),
+        proportional or (not open_rate and config.schedule.kind != "plateau"),
+    )
 
 
 def division_of(config: Config) -> str:

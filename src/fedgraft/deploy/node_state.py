@@ -20,6 +20,7 @@ from torch import Tensor
 from fedgraft.client.ledger import DataLedger
 from fedgraft.client.policy import Policy, parse
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import make_private_folder
 from fedgraft.core.messages import BadMessage, Request, as_bytes, pack, unpack
 from fedgraft.core.store import write_atomic
 from fedgraft.deploy import audit
@@ -64,6 +65,34 @@ class NodeState:
         if not path.is_file():
             return None
         return parse(path.read_text(), str(path))
+
+    def load_models(self, run: str) -> dict[str, Tensor]:
+        """Return what the node remembers of the models of a run; {} if it has not trained in it, or the file is cut.
+
+        Without it a model is held against the run's first one.
+        """
+        path = self._models(run)
+        if not path.is_file():
+            return {}
+        try:
+            return dict(unpack(Request, path.read_bytes()).auxiliary)
+        except BadMessage:
+            raise FedgraftError(
+                "E-DEPLOY-MODELS-DAMAGED",
+                f"{path} is damaged, and this node no longer knows which models it trained",
+                "restore it from a backup",
+                path=str(path),
+            ) from None
+
+    def store_models(self, run: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write what the node remembers of the models of a run; it is on disk when this returns."""
+        path = self._models(run)
+        make_private_folder(path.parent)
+        write_atomic(path, [pack(Request(run, 0, 0, "models", auxiliary=tensors))], mode=0o600)
+
+    def _models(self, run: str) -> Path:
+        """Return the file with what the node remembers of the models of a run."""
+        return self.home / "models" / hashlib.sha256(run.encode()).hexdigest()[:16]
 
     def work_store(self, worker_request: WorkerRequest, seconds: float = 60.0) -> WorkStore | None:
         """Return where the work on a request is kept, under the owner's present rules; None without a key.

@@ -253,6 +253,8 @@ def evaluate_on_own_tests(
             client=request.client,
         )
     rows = context.test_rows(request.client)
+    if algorithm.privacy.collects_sum and context.history is not None:
+        context.history.check_evaluated(request, algorithm)
     request, _ = choose_cluster_model(request, algorithm, context)
     own_model = algorithm.client_state.own_model(model_vector(request), memory)
     context.load_model(own_model, memory.get("private"))
