@@ -60,6 +60,16 @@ def policy(
         echo(f"  {sentence}", "    ")
     if not policy.secure:
         typer.echo("this config has no secure aggregation: the coordinator sees this node's updates one by one")
+    if policy.secure and policy.epsilon is None:
+        typer.echo(
+            "a class that this site alone has is not hidden by the sum: what is added to it comes from here. Clipping "
+            "and noise of the clients hide it: privacy.dp with privacy.dp.noise_source=distributed"
+        )
+    if policy.secure and config.data.class_names is None:
+        typer.echo(
+            "the class names are not in this config, so the coordinator names them: `deploy preflight --fix-classes` "
+            "makes them part of it"
+        )
     if policy.epsilon is None:
         typer.echo("this config has no differential privacy: the finished model may remember single images")
     if key is not None:

@@ -43,6 +43,10 @@ class DataTable(Section):
     class_map: dict[str, str] | None = Field(
         None, description="names of classes to replace, as a table or a TOML file: old = new"
     )
+    class_names: tuple[str, ...] | None = Field(
+        None,
+        description="the classes of the run, in order; data with others is refused, and so is a server with others",
+    )
     limit: int | None = Field(None, ge=1, description="use only so many training images, stratified")
     classes: int = Field(10, ge=2, description="synthetic only: number of classes")
     count: int = Field(2000, ge=10, description="synthetic only: number of training images")

@@ -76,6 +76,7 @@ def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> 
     `source` is the format of `path`, empty: detected; `classes` empty: the data's own.
     """
     dataset = renamed(load_own(source, path), config.data.class_map)
+    classes = classes or config.data.class_names or ()
     if classes:
         dataset = Dataset(dataset.name, dataset.train.named(classes), dataset.test.named(classes))
     train_labels = np.asarray(dataset.train.labels)
@@ -108,7 +109,7 @@ def remote_data(
             source = config.data.source
         dataset = load_own(source, server_data)
     else:
-        dataset = empty_dataset(config, classes or _reported_classes(facts))
+        dataset = empty_dataset(config, classes or config.data.class_names or _reported_classes(facts))
     _check_classes(dataset.classes, facts)
     sizes = {client: int(reported["examples"]) for client, reported in facts.items()}
     digests = tuple(str(facts[client]["data"]) for client in sorted(facts))

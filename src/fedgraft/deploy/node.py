@@ -72,6 +72,7 @@ class NodeRun:
                 "start the node with the --id that the coordinator assigned",
                 client=self.client,
             )
+        require_agreed_classes(self.config, worker_request.classes)
         self.state = NodeState.from_environment()
         self.owner_policy = self._read_owner_policy()
         self.policies = agreed_policies(self.config, self.owner_policy, self.task)
@@ -254,6 +255,16 @@ class NodeRun:
 def fingerprint_of_run(config: Config, classes: Sequence[str], opened: bytes) -> str:
     """Return what a node knows of a run besides its requests: config, classes, edit space. Peers compare it."""
     return json.dumps([config.fingerprint, list(classes), hashlib.sha256(opened).hexdigest()])
+
+
+def require_agreed_classes(config: Config, classes: Sequence[str]) -> None:
+    """Refuse a run whose classes are not those of the agreed config, where it names them.
+
+    Under a class that nobody has, a row of the head is made of single images' features.
+    """
+    agreed = config.data.class_names
+    if agreed is not None and classes and tuple(classes) != tuple(agreed):
+        raise Refused("the run has other classes than the config that was agreed to", "classes")
 
 
 def rates_of_run(config: Config, setup: RunSetup) -> RunRates:
