@@ -14,7 +14,7 @@ app = typer.Typer(
     help=(
         "Run on other people's machines, over TLS, with Flower. The coordinator uses init, register, server, "
         "preflight, submit, status, evaluate, stop, revoke, renew; a data owner uses key, policy, trust, node, audit, "
-        "ledger. "
+        "ledger, clean. "
         "`local` does all of it on this machine; `app` writes an app for somebody else's Flower federation. "
         "See docs/deploy.md."
     ),
@@ -37,6 +37,7 @@ for _command in (
     trust.trust,
     trust.audit,
     trust.ledger,
+    trust.clean,
     trust.revoke,
     trust.renew,
 ):

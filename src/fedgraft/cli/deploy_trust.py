@@ -145,7 +145,7 @@ def trust(
     if path.is_file():
         try:
             peers = tomllib.loads(path.read_text())
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:
             raise FedgraftError(
                 "E-CLI-PEERS-DAMAGED",
                 f"{path} is not valid TOML: {error}",
@@ -274,3 +274,24 @@ def ledger(key: Key) -> None:
             "answers nothing. Put the newest ledger back, or make a new key, which begins a new ledger."
         )
         raise typer.Exit(1)
+
+
+def clean(
+    key: Key,
+    cache: Annotated[bool, typer.Option("--cache", help="also this machine's cache of decoded images")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="remove it; without, it is only listed")] = False,
+) -> None:
+    """Node: remove what ended runs left on this machine; ledger, audit log, key and policy stay. End the node first."""
+    from fedgraft.deploy.clean import removable, remove
+
+    removals = removable(key.absolute().with_suffix(".home"), cache)
+    if not removals:
+        typer.echo("there is nothing to remove")
+        return
+    for removal in removals:
+        typer.echo(f"{removal.path}: {removal.meaning}, {removal.bytes / 1e6:.1f} MB")
+    if not yes:
+        typer.echo("nothing was removed; to remove it: --yes")
+        return
+    remove(removals)
+    typer.echo("removed")

@@ -246,7 +246,7 @@ def parse(text: str, where: str = "policy.toml") -> Policy:
     """Return the policy in a TOML text; `where` names the file in errors."""
     try:
         return from_table(tomllib.loads(text), where)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise FedgraftError(
             "E-CLIENT-POLICY-TOML",
             f"{where} is not TOML: {error}",
@@ -302,6 +302,8 @@ def _read_value(name: str, default: object, value: Any) -> Any:
         types = (int, float)
     if type(value) not in types:
         raise TypeError
+    if isinstance(value, int) and not -(2**63) < value < 2**63:
+        raise ValueError
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError
     return value

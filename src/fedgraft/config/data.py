@@ -68,7 +68,7 @@ class DataTable(Section):
             return value
         try:
             return tomllib.loads(Path(value).read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # not TOML, not UTF-8, an integer without end
             raise ValueError(f"the file {value} is no map of class names ({error})") from None
 
 

@@ -37,7 +37,7 @@ def parse_config(text: str) -> Config:
     """Return the config of a run from its TOML text."""
     try:
         return validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise FedgraftError(
             "E-DEPLOY-CONFIG-TOML",
             f"the run's config is not valid TOML: {error}",

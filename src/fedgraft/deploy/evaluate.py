@@ -22,6 +22,7 @@ from fedgraft.config.load import Config, from_folder, validate
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.state import ServerState, from_tensors
 from fedgraft.core.store import write_text
+from fedgraft.core.text import markdown_cell
 from fedgraft.deploy.deployed import wait_for_clients
 from fedgraft.metrics import scores
 from fedgraft.report.values import cell
@@ -197,4 +198,4 @@ def evaluation_table(result: Mapping[str, Any], names: Sequence[str]) -> list[st
 
 def _table_row(cells: Sequence[str]) -> str:
     """Return a row of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(map(markdown_cell, cells))} |"

@@ -74,8 +74,8 @@ class NodeRun:
             )
         require_agreed_classes(self.config, worker_request.classes)
         self.state = NodeState.from_environment()
-        self.owner_policy = self._read_owner_policy()
-        self.policies = agreed_policies(self.config, self.owner_policy, self.task)
+        self.owner_policies = self._read_owner_policies()
+        self.policies = agreed_with_all(self.config, self.owner_policies, self.task)
         data: OwnData | None = None
         if worker_request.data:
             data = own_data(config, worker_request.source, worker_request.data, worker_request.classes)
@@ -89,18 +89,18 @@ class NodeRun:
         """Digest of the tensors of the edit space that the server sent; empty before."""
         self.run_fingerprint = fingerprint_of_run(self.config, worker_request.classes, b"")
 
-    def _read_owner_policy(self) -> Policy | None:
-        """Return the owner's policy as it is in the file now; None without one."""
+    def _read_owner_policies(self) -> tuple[Policy, ...]:
+        """Return the owner's rules: as they are in the file now, and as they were when the node was started."""
         if self.state is None:
-            return None
-        return self.state.policy()
+            return ()
+        return self.state.policies()
 
     def _refresh_policies(self) -> None:
         """Read the owner's policy again: a stricter rule holds from the next request on."""
-        owner_policy = self._read_owner_policy()
-        if owner_policy != self.owner_policy:
-            self.owner_policy = owner_policy
-            self.policies = agreed_policies(self.config, owner_policy, self.task)
+        owner_policies = self._read_owner_policies()
+        if owner_policies != self.owner_policies:
+            self.owner_policies = owner_policies
+            self.policies = agreed_with_all(self.config, owner_policies, self.task)
 
     def answer(self, worker_request: WorkerRequest, slots: MutableMapping[str, bytes]) -> WorkerResponse:
         """Carry out one request and return the packed response; `slots` hold the client's memory.
@@ -227,8 +227,8 @@ class NodeRun:
             )
         if self.opened is not None and not self.task:
             self.history.origin = self.first_model
-        if self.owner_policy is not None:
-            self.history.pinned = self.owner_policy.models
+        if self.owner_policies:
+            self.history.pinned = self.owner_policies[-1].models  # those with which the node was started
         return self.history
 
     def _context_of(self, action_name: str) -> ClientContext:
@@ -304,6 +304,17 @@ def account_of_run(config: Config) -> tuple[float, float] | None:
     if account is None:
         return None
     return account.epsilon, account.delta
+
+
+def agreed_with_all(config: Config, owners: Sequence[Policy], task: str = "") -> tuple[Policy, ...]:
+    """Return the policies of a run under several policies of the owner, as `agreed_policies` does for one."""
+    first, *others = owners or (None,)
+    policies = list(agreed_policies(config, first, task))
+    for owner in others:
+        for policy in agreed_policies(config, owner, task):
+            if policy not in policies:
+                policies.append(policy)
+    return tuple(policies)
 
 
 def agreed_policies(config: Config, owner: Policy | None, task: str = "") -> tuple[Policy, ...]:
@@ -411,7 +422,7 @@ class NodeWorker:
         """Answer a greeting with the facts of the node's data, if its policy agrees to the config."""
         state = NodeState.from_environment()
         if state is not None:
-            agreed_policies(parse_config(worker_request.config), state.policy(), worker_request.task)
+            agreed_with_all(parse_config(worker_request.config), state.policies(), worker_request.task)
             state.load(worker_request.client)  # refuses another client number than the key is bound to
         if not worker_request.data:  # all is known already: build the run before the first request needs it
             self._run(worker_request)

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from fedgraft.client.ledger import DataLedger
 from fedgraft.client.policy import Policy, parse
-from fedgraft.core.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.files import make_private_folder
 from fedgraft.core.messages import BadMessage, Request, as_bytes, pack, unpack
 from fedgraft.core.store import write_atomic
 from fedgraft.deploy import audit
 from fedgraft.deploy.keys import node_identity, short_identity
-from fedgraft.deploy.process import NODE_STATE_VARIABLE
+from fedgraft.deploy.process import NODE_STATE_VARIABLE, PINNED_POLICY
 from fedgraft.deploy.work_store import WorkStore, work_name
 from fedgraft.engines.flower.node_link import WorkerRequest
 from fedgraft.privacy.secagg.client import as_tensor
@@ -60,11 +60,32 @@ class NodeState:
         return self.home / "ledger"
 
     def policy(self) -> Policy | None:
-        """Return the owner's rules; None if there is no policy."""
+        """Return the owner's rules as they are in the file now; None if there is no policy.
+
+        Raise `Refused` if the node was started with a policy and it is gone.
+        """
         path = self.home.parent / "policy.toml"
         if not path.is_file():
+            if (self.home / PINNED_POLICY).is_file():
+                raise Refused("the policy with which this node was started is gone: it answers nothing", "policy")
             return None
         return parse(path.read_text(), str(path))
+
+    def policies(self) -> tuple[Policy, ...]:
+        """Return all rules in force: those in the file, and those with which the node was started.
+
+        So a policy can become stricter while the node runs, and weaker only when its owner starts the node anew.
+        """
+        policies: list[Policy] = []
+        present = self.policy()
+        if present is not None:
+            policies.append(present)
+        pinned = self.home / PINNED_POLICY
+        if pinned.is_file():
+            first = parse(pinned.read_text(), str(pinned))
+            if first not in policies:
+                policies.append(first)
+        return tuple(policies)
 
     def load_models(self, run: str) -> dict[str, Tensor]:
         """Return what the node remembers of the models of a run; {} if it has not trained in it, or the file is cut.
@@ -158,9 +179,8 @@ class NodeState:
             identity.private = node_identity(self.key)
         elif not identity.private:
             identity = Identity.fresh()
-        policy = self.policy()
         identity.known.update(pinned_peers(self.home.parent))
-        identity.closed = policy is not None and policy.pinned_peers
+        identity.closed = any(policy.pinned_peers for policy in self.policies())
         return identity
 
     def store(self, client: int, permanent: Mapping[str, Tensor], previous: Mapping[str, Tensor]) -> None:

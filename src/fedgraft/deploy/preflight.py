@@ -50,15 +50,18 @@ def answer_preflight(worker_request: WorkerRequest, request: Request) -> bytes:
     """
     config = parse_config(worker_request.config)
     state = NodeState.from_environment()
-    policy = None
+    policies: tuple[Policy, ...] = ()
     permanent: ClientMemory = {}
     identity = Identity.fresh()
     if state is not None:
-        policy = state.policy()
+        policies = state.policies()
         permanent = state.load(worker_request.client)
         identity = Identity.from_bytes(as_bytes(permanent["identity"]))
     ledger = DataLedger.of(permanent)
-    _authorize(request, config, policy or Policy(), ledger)
+    days = ledger.days
+    for policy in policies or (Policy(),):
+        ledger.days = days  # counted once, whatever the number of policies
+        _authorize(request, config, policy, ledger)
     private = derive_key(identity.private, context(ACTION, config.digest))
     answer: dict[str, Any]
     if "keys" not in request.settings:
@@ -66,7 +69,7 @@ def answer_preflight(worker_request: WorkerRequest, request: Request) -> bytes:
         if state is not None:
             answer["key"] = _signed_key(private, identity, config, worker_request.client)
     else:
-        answer = _report_facts(worker_request, str(request.settings["keys"]), config, policy, identity, private)
+        answer = _report_facts(worker_request, str(request.settings["keys"]), config, policies, identity, private)
     if state is not None:
         updated = ledger.write({**permanent, "identity": as_tensor(identity.to_bytes())})
         state.store(worker_request.client, updated, permanent)
@@ -102,7 +105,7 @@ def _report_facts(
     worker_request: WorkerRequest,
     keys: str,
     config: Config,
-    policy: Policy | None,
+    policies: Sequence[Policy],
     identity: Identity,
     private: bytes,
 ) -> dict[str, Any]:
@@ -111,11 +114,9 @@ def _report_facts(
     `keys` are the signed keys of all nodes as JSON, `private` is this node's key of the preflight. `identity` pins new
     peers.
     """
-    minimum = MINIMUM
-    if policy is not None:
-        minimum = max(MINIMUM, policy.least_images)
+    minimum = max([MINIMUM, *(policy.least_images for policy in policies)])
     dataset, rows = _node_images(config, worker_request)
-    facts, digests = site_facts("", dataset, rows, minimum, policy is not None, config.data.grey_window)
+    facts, digests = site_facts("", dataset, rows, minimum, bool(policies), config.data.grey_window)
     if facts["images"] < minimum:
         raise Refused(f"the facts would be about fewer than {minimum} images", "least_images")
     agree = agreement(private)

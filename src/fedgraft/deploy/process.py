@@ -23,6 +23,8 @@ _GRACE = 10.0  # seconds that a process has to end by itself
 _PARENT_VARIABLE = "FEDGRAFT_LIVES_WITH"  # names the process with which another one ends
 NODE_STATE_VARIABLE = "FEDGRAFT_NODE_STATE"
 """Environment variable with the node's home: ledger and audit log are in it, the owner's policy beside it."""
+PINNED_POLICY = "policy.pinned"
+"""File in a node's home: the owner's policy as it was when the node was started."""
 _IGNORED_VARIABLES = ("FORWARDED_ALLOW_IPS", "WEB_CONCURRENCY")
 _IGNORED_PREFIXES = ("FLWR_", "UVICORN_")
 
@@ -115,7 +117,13 @@ def spawn(
     environment.update(variables or {})
     with log.open("ab") as file:
         return subprocess.Popen(
-            arguments, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            arguments,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            umask=0o077,  # whatever these processes write is for this user only
         )
 
 
