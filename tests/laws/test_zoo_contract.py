@@ -400,7 +400,7 @@ ONE_BY_ONE = {  # what the batched engine leaves to the client's own code, and w
     "the state that clients keep": {"fedala", "ditto", "central", "fedbn", "fedsa_lora"},
     "the aggregation clusters": {"ifca"},
     "the correction": {"fedprox", "scaffold", "feddyn", "scaffold/plain sgd+int8"},
-    "the loss": {"fedlc"},
+    "the loss": {"fedlc", "fedova"},
     "the aggregation (mixture|fisher)": {
         "fedfisher",
         "fedavg_crsm",

@@ -1,7 +1,8 @@
 """Robust PCA (Candès et al. 2011): a matrix as a low-rank part plus a sparse part; the mean of FedRPCA (2025).
 
 Principal component pursuit minimises |L|_* + λ |S|_1 with L + S = M, λ = 1 / sqrt(larger side), by the method of
-alternating directions with a fixed step.
+alternating directions. Its step is doubled or halved where one of the two residuals is ten times the other (Boyd et al.
+2011, section 3.4.1), and fixed after a hundred such changes, so that the iteration converges.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from fedgraft.aggregate.mean import normalised
 
-TOLERANCE = 1e-9
-"""The iteration ends when |M - L - S| is at most so many times |M|."""
-MOST_ITERATIONS = 2000
+TOLERANCE = 1e-8
+"""The iteration ends when both residuals are at most so many times |M|."""
+MOST_ITERATIONS = 20000
+MOST_STEP_CHANGES = 100
 
 
 def shrink(values: Tensor, amount: float) -> Tensor:
@@ -32,15 +34,26 @@ def robust_pca(matrix: Tensor) -> tuple[Tensor, Tensor]:
     sparse = torch.zeros_like(matrix)
     dual = torch.zeros_like(matrix)
     norm = float(matrix.norm())
-    low_rank = matrix
+    step_changes = 0
     for _ in range(MOST_ITERATIONS):
         left, values, right = torch.linalg.svd(matrix - sparse + dual / step, full_matrices=False)
         low_rank = (left * shrink(values, 1 / step)) @ right
+        previous = sparse
         sparse = shrink(matrix - low_rank + dual / step, sparsity / step)
         rest = matrix - low_rank - sparse
         dual = dual + step * rest
-        if float(rest.norm()) <= TOLERANCE * norm:
+        primal_residual = float(rest.norm())
+        dual_residual = float((sparse - previous).norm())
+        if max(primal_residual, dual_residual) <= TOLERANCE * norm:
             break
+        # Both in units of the matrix: the dual residual proper is step * |S - S'|, on the scale step * |M|.
+        if step_changes < MOST_STEP_CHANGES:
+            if primal_residual > 10 * dual_residual:
+                step *= 2
+                step_changes += 1
+            elif dual_residual > 10 * primal_residual:
+                step /= 2
+                step_changes += 1
     return matrix - sparse, sparse  # what the iteration left over belongs to the low-rank part
 
 

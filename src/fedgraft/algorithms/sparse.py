@@ -8,18 +8,19 @@ from typing import Any
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.algorithms.averaging import fedavg, specified
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.ranges import Rest, in_range
+from fedgraft.core.ranges import Count, Rest, in_range
 from fedgraft.edit.sparse import Sparse
 
 
 @in_range
-def ssfl(sparsity: Rest | None = None, seed: int = 0, **slots: Any) -> Algorithm:
+def ssfl(sparsity: Rest | None = None, batch: Count = 64, seed: int = 0, **slots: Any) -> Algorithm:
     """Ohib et al. 2024: one mask of the largest summed |gradient x weight| (SNIP) of a batch of every client.
 
     Unlike the paper's: the other weights keep their pretrained value instead of being zero.
 
     Args:
         sparsity: fraction of the weights in scope that is frozen; default: that of trainable.sparse
+        batch: images of the batch of each client whose gradient counts
     """
     slots = specified(slots)
     kind = slots.pop("trainable", None) or Sparse(seed=seed)
@@ -30,7 +31,12 @@ def ssfl(sparsity: Rest | None = None, seed: int = 0, **slots: Any) -> Algorithm
             "set trainable.kind='sparse'",
             kind=kind.kind,
         )
-    choice: dict[str, Any] = {"strategy": "saliency", "labels": "single_batch", "calibration": "oneshot"}
+    choice: dict[str, Any] = {
+        "strategy": "saliency",
+        "labels": "single_batch",
+        "calibration": "oneshot",
+        "batch": batch,
+    }
     if sparsity is not None:
         choice["sparsity"] = sparsity
     return vary(fedavg(trainable=replace(kind, **choice), **slots), name="ssfl", own_kind=True)

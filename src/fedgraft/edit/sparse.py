@@ -74,6 +74,8 @@ class Sparse:
     """estimator of the Fisher information"""
     samples: Count = 1024
     """images that are scored, over all clients"""
+    batch: Count = 16
+    """images of one batch of scores; `labels="single_batch"` scores each client's first batch alone"""
     calibration: Literal["oneshot", "average", "progressive"] = "progressive"
     """how the mask follows from the scores of several rounds"""
     rounds: Count = 4
@@ -351,7 +353,7 @@ class Sparse:
             "labels": labels,
             "draw": draw,
             "share": min(1.0, self.samples / ask.examples),
-            "batch": 16,
+            "batch": self.batch,
             "names": "\n".join(self.scope_on(network).maskable),
         }
 

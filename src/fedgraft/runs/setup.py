@@ -24,6 +24,7 @@ from fedgraft.config.build import build_algorithm, build_federation, build_netwo
 from fedgraft.config.federate import federate
 from fedgraft.config.load import merge, validate
 from fedgraft.config.options import Config
+from fedgraft.core.bfloat16 import require_bfloat16
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.device import Device, Devices, choose_devices
 from fedgraft.core.errors import FedgraftError
@@ -107,6 +108,8 @@ class RunSetup:
         config = parts.config
         task = parts.task
         _require_metrics_and_clients(parts)
+        if parts.algorithm.local.amp == "bfloat16" and Device.of(task.network).is_host:
+            require_bfloat16()
         algorithm = _with_noise_key(parts.algorithm, config, task.data, circumstances)
         if circumstances.for_training:
             with phase("measuring the curvature of the head", minor=True):

@@ -57,9 +57,12 @@ def _require_known_estimator(request: Request, algorithm: Algorithm, context: Cl
 
 
 def _rows_in_share(request: Request, context: ClientContext) -> int:
-    """Return how many of the client's training rows the share of a request is."""
+    """Return how many of the client's training rows the share of a request is; of one batch, as many as it holds."""
     rows = len(context.rows(request.client))
-    return max(1, round(float(request.settings["share"]) * rows))
+    count = max(1, round(float(request.settings["share"]) * rows))
+    if request.settings.get("estimator") == "single_batch_abs":  # rows are drawn, not the first of a sorted data set
+        count = min(count, int(request.settings["batch"]))
+    return count
 
 
 def _canonical_share(request: Request, context: ClientContext) -> dict[str, Scalar]:
@@ -97,6 +100,7 @@ def score_weights(request: Request, context: ClientContext) -> Scores:
     """
     settings = request.settings
     network = context.network
+    batch_size = int(settings["batch"])
     rows, generator = _draw_share(request, context, "fisher_scores")
     all_weights = select(network, lambda name: True, buffers=False)
     before = all_weights.gather(network)
@@ -104,7 +108,7 @@ def score_weights(request: Request, context: ClientContext) -> Scores:
     all_weights.scatter(model_vector(request), network)
     device = Device.of(network)
     batches = []
-    for batch_rows in rows.split(int(settings["batch"])):
+    for batch_rows in rows.split(batch_size):
         inputs = device.put(context.examples.batch(batch_rows))
         labels = device.put(context.examples.labels[batch_rows])
         batches.append((inputs, labels, context.examples.entry))
