@@ -188,3 +188,19 @@ def test_a_secret_that_was_cut_is_refused(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with raises("E-RUN-SECRET-DAMAGED"):
             read_or_draw_secret(folder)
+
+
+def test_status_says_for_whom_a_secure_run_waits_and_deployments_add_their_own_noise() -> None:
+    from fedgraft.cli.deploy_coordinator import absent_from_sums
+    from fedgraft.deploy.coordinator import with_clients
+
+    names = ["north", "south", "east", "west"]
+    secure = tiny("privacy.aggregation=secure", "partition.clients=4")
+    assert absent_from_sums(secure, names, ["north", "south"]) == ["east", "west"]
+    assert not absent_from_sums(secure, names, ["north", "south", "west"])
+    assert not absent_from_sums(tiny(), names, [])
+    noised = ["privacy.aggregation=secure", "privacy.dp.noise=1.0", "algorithm.weighting=uniform", "model.head=random"]
+    deployed = with_clients(tiny(*noised), 4, names)
+    assert deployed.privacy.dp is not None and deployed.privacy.dp.noise_source == "distributed"
+    chosen = with_clients(tiny(*noised, "privacy.dp.noise_source=server"), 4, names)
+    assert chosen.privacy.dp is not None and chosen.privacy.dp.noise_source == "server"
