@@ -228,9 +228,7 @@ def status(fed: Fed) -> None:
     if not state.over:
         waits_for = absent_from_sums(federation.config, federation.names, [node.name for node in nodes if node.online])
         if waits_for:
-            typer.echo(
-                f"now: the run waits for {', '.join(waits_for)}: without one of them no secure sum can be opened"
-            )
+            typer.echo(f"now: the run waits for {', '.join(waits_for)}: too few nodes for a secure sum")
     if folder is not None and not state.over:
         for line in current_phases(folder):
             typer.echo(f"now: {line}")

@@ -276,7 +276,7 @@ def _check_field(message: Request | Response, name: str, kind: type) -> None:
     value = getattr(message, name)
     if type(value) is not kind:
         raise BadMessage(f"message field {name!r} is not of type {kind.__name__}")
-    if kind is int and abs(value) >= _INTEGERS_END:
+    if isinstance(value, int) and abs(value) >= _INTEGERS_END:
         raise BadMessage(f"message field {name!r} has too many digits")
 
 

@@ -36,11 +36,11 @@ from fedgraft.privacy.secagg.adverts import (
     signed_counter,
 )
 from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES, TAG_BYTES, Identity, SecureRefusal
-from fedgraft.privacy.secagg.plan import STAGES, Data, Plan
+from fedgraft.privacy.secagg.plan import DISPUTE, STAGES, Data, Plan
 
 _SHARES_BYTES = 2 * shamir.SHARE_BYTES
-BOX_BYTES = _SHARES_BYTES + PROOF_BYTES + TAG_BYTES
-"""Length of a sealed box: shares of the mask key and of the seed, and the largest counter its receiver showed."""
+BOX_BYTES = KEY_BYTES + _SHARES_BYTES + PROOF_BYTES + TAG_BYTES
+"""Length of a box: its public key; sealed: shares of mask key and seed, and the receiver's largest counter."""
 
 
 def as_tensor(rows: bytes | Sequence[bytes]) -> Tensor:
@@ -85,6 +85,8 @@ class ClientProgress:
     """Key of the noise that this client adds to its input, in hexadecimal digits; no share of it exists."""
     counter: int = 0
     """Counter of the ledger that the advert of this sum shows."""
+    disputed: int = -1
+    """The peer for whose box this client showed the key; -1: none."""
     drawn: list[int] = field(default_factory=list)
     """Holders of the own shares; empty: all others."""
     adverts: dict[str, str] = field(default_factory=dict)
@@ -162,6 +164,8 @@ class SecureClient:
         `data` is the server's payload; `words` returns the client's encoded input and is called at the stage "masked".
         A payload that was answered before gets the same answer.
         """
+        if stage == DISPUTE:
+            return self.dispute(data)
         if stage not in STAGES:
             raise SecureRefusal(f"a secure sum has no stage {stage[:40]!r}", check="stage")
         if stage == "masked" and words is None:
@@ -245,14 +249,13 @@ class SecureClient:
             seed_shares = shamir.split(seed, self.plan.needed, points, self.entropy)
             own_point = self.plan.places[self.client]
             self.progress.shares = {str(self.client): (key_shares[own_point] + seed_shares[own_point]).hex()}
-            agree = crypto.agreement(bytes.fromhex(self.progress.box_key))
             boxes = []
             for holder in holders:
                 point = self.plan.places[holder]
-                purpose = self.plan.context_bytes("box", self.client, holder)
-                box_key = agree(self._public(holder, "box"), purpose)
                 contents = key_shares[point] + seed_shares[point] + self._proof_for(holder)
-                boxes.append(crypto.seal(box_key, contents, purpose))
+                private = self._key_of_box(holder)
+                public = self._public(holder, "box")
+                boxes.append(close_box(self.plan, self.client, holder, private, public, contents))
             self._remember_counters()
             return {"boxes": as_tensor(boxes), "commitment": as_tensor(crypto.commitment(seed))}
 
@@ -271,6 +274,24 @@ class SecureClient:
         self.progress.owners = owners
         if set(neighbours) != {*self._own_holders(), *owners}:
             raise SecureRefusal("a client is named as tied to this one that neither drew the other", check="neighbours")
+
+    def _key_of_box(self, holder: int) -> bytes:
+        """Return the private key of the box for this holder; it closes this one box and no other."""
+        return crypto.derive_key(bytes.fromhex(self.progress.box_key), self.plan.context_bytes("key of box", holder))
+
+    def dispute(self, data: Data) -> dict[str, Tensor]:
+        """Return the private key of the box for the one peer in `ids`, which says that the box does not open.
+
+        Who has the key can open that box, with one share of each secret of this client, and no other. A client shows it
+        for one peer in each sum: many boxes together would open its secrets.
+        """
+        peers = self._read_ids(data, "ids", set(self._own_holders()))
+        if "shares" not in self.progress.answered or len(peers) != 1:
+            raise SecureRefusal("a dispute is about one box that this client sent", check="dispute")
+        if self.progress.disputed not in (-1, peers[0]):
+            raise SecureRefusal("this client showed the key of another box in this sum", check="dispute")
+        self.progress.disputed = peers[0]
+        return {"key": as_tensor(self._key_of_box(peers[0]))}
 
     def _proof_for(self, holder: int) -> bytes:
         """Return the largest counter that a peer showed before this sum, with its signature."""
@@ -321,11 +342,9 @@ class SecureClient:
                     f"the input of the secure sum is not {self.plan.ring.length} words",
                     expected=self.plan.ring.length,
                 )
-            agree = crypto.agreement(bytes.fromhex(self.progress.box_key))
+            private = bytes.fromhex(self.progress.box_key)
             for owner, box in zip(owners, boxes, strict=True):
-                purpose = self.plan.context_bytes("box", owner, self.client)
-                box_key = agree(self._public(owner, "box"), purpose)
-                contents = crypto.unseal(box_key, box, purpose, owner)
+                contents = open_box(self.plan, owner, self.client, private, box[:KEY_BYTES], box)
                 self._require_newest_ledger(contents[_SHARES_BYTES:], owner)
                 self.progress.shares[str(owner)] = contents[:_SHARES_BYTES].hex()
             self.progress.masked = neighbours
@@ -488,6 +507,30 @@ def _malformed(name: str, kind: str) -> SecureRefusal:
     """Return the refusal of a payload whose tensor `name` is missing or malformed; `kind` is "list" or "table"."""
     sentence = f"the {kind} {name!r} of the secure sum is missing or malformed"
     return SecureRefusal(sentence, check="malformed", name=name)
+
+
+def close_box(plan: Plan, sender: int, receiver: int, private: bytes, public: bytes, contents: bytes) -> bytes:
+    """Return a box: its public key, and the contents sealed for the receiver.
+
+    `private` is the box's own key, `public` the receiver's.
+    """
+    purpose = plan.context_bytes("box", sender, receiver)
+    key = crypto.agreement(private)(public, purpose)
+    return crypto.public_key(private) + crypto.seal(key, contents, purpose)
+
+
+def open_box(plan: Plan, sender: int, receiver: int, private: bytes, public: bytes, box: bytes) -> bytes:
+    """Return the contents of a box; raise `SecureRefusal` if it does not open.
+
+    The receiver opens it with its own private key and the public key of the box; whoever has the private key of the box
+    opens it with the receiver's public key.
+    """
+    purpose = plan.context_bytes("box", sender, receiver)
+    try:
+        key = crypto.agreement(private)(public, purpose)
+    except SecureRefusal:
+        key = bytes(KEY_BYTES)  # a public key that is none opens nothing
+    return crypto.unseal(key, box[KEY_BYTES:], purpose, sender)
 
 
 def self_key(plan: Plan, client: int, seed: bytes) -> bytes:

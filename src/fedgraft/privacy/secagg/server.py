@@ -28,7 +28,7 @@ from fedgraft.privacy.secagg.adverts import (
     part_of,
     proven_counter,
 )
-from fedgraft.privacy.secagg.client import BOX_BYTES, as_rows, as_tensor, pair_key, self_key
+from fedgraft.privacy.secagg.client import BOX_BYTES, as_rows, as_tensor, open_box, pair_key, self_key
 from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES
 from fedgraft.privacy.secagg.plan import STAGES, Data, Plan, SecureAbort
 
@@ -36,6 +36,10 @@ Outbox = dict[int, dict[str, Tensor]]
 """Payloads of the next stage by client."""
 StageAnswers = Mapping[int, Data] | Iterable[tuple[int, Data]]
 """Answers to one stage by client, all at once or one by one."""
+BAD_BOX = "E-PRIVACY-CHEAT-BOX"
+"""Code of the reason for which a client is barred that sent a box which does not open."""
+FALSE_COMPLAINT = "E-PRIVACY-CHEAT-COMPLAINT"
+"""Code of the reason for which a client is barred that complained about a box which opens."""
 DEALT_WRONGLY = "E-PRIVACY-CHEAT-DEALT"
 """Code of the reason for which a client is barred that shared another secret than it committed to."""
 WRONG_SHARES = "E-PRIVACY-CHEAT-SHARES"
@@ -226,6 +230,20 @@ class SecureServer:
             for client in sorted(too_few):
                 del boxes_by_sender[client]
                 self.lost[client] = "shares"
+
+    def judge(self, accuser: int, accused: int, key: bytes) -> bool:
+        """Return whether a complaint is right: the box of `accused` for `accuser` does not open under its own key.
+
+        `key` is the private key that the accused shows. Another key than that of the box is as good as none.
+        """
+        box = self.boxes[accuser][accused]
+        if len(key) != KEY_BYTES or crypto.public_key(key) != box[:KEY_BYTES]:
+            return True
+        try:
+            open_box(self.plan, accused, accuser, key, part_of(self.adverts[accuser], "box"), box)
+        except crypto.SecureRefusal:
+            return True
+        return False
 
     # ---- masked
 
