@@ -134,7 +134,8 @@ class Rules:
         told = []
         for client, request in requests.items():
             try:
-                self.memories[client] = authorize(request, self.world.algorithm, self._context(order), {})
+                memory = self.memories[client]
+                self.memories[client] = authorize(request, self.world.algorithm, self._context(order), memory)
             except FedgraftError:
                 continue
             if order.action == "evaluate" and not self.old:
