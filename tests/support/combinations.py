@@ -168,9 +168,9 @@ class Rules:
             )
         except FedgraftError:
             return []
-        if not self._agree(order.clients, lambda client: self._begins(order, requests[client], plan, client), plan):
-            return []
         ready = [c for c in order.clients if self._accepts(lambda c=c: self._begins(order, requests[c], plan, c))]
+        if len(ready) < plan.fewest_survivors:
+            return []
         ready = [c for c in ready if self._accepts(lambda c=c: self._works(order, requests[c], plan, c))]
         alive = [client for client in ready if client not in order.lost]
         if len(alive) < plan.fewest_survivors:
@@ -179,10 +179,6 @@ class Rules:
         if len(signed) < plan.needed:
             return []
         return [(self._quantity(order, first), tuple(alive))]
-
-    def _agree(self, clients: Sequence[int], accepts: Any, plan: Plan) -> bool:
-        """Return whether enough clients begin the sum."""
-        return sum(self._accepts(lambda c=c: accepts(c)) for c in clients) >= plan.fewest_survivors
 
     @staticmethod
     def _accepts(attempt: Any) -> bool:

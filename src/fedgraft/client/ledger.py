@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -95,7 +95,7 @@ class DataLedger:
 
     def to_bytes(self) -> bytes:
         """Return the ledger as JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True).encode()
+        return json.dumps(vars(self), separators=(",", ":"), sort_keys=True).encode()
 
     def write(self, memory: ClientMemory) -> ClientMemory:
         """Return the memory with this ledger in it, one count further if it differs from the one in the memory."""
