@@ -37,6 +37,12 @@ CHECKS: dict[str, Check] = {
     "orders": Check(
         "a server that lies in its orders, all protections", "0 leaks, 0 crashes, each refused by name", "orders", 2
     ),
+    "combinations": Check(
+        "sequences of up to four allowed orders, all actions and settings, and linear algebra",
+        "one client's contribution solved for in none of 10,000 sequences",
+        "combined",
+        8,
+    ),
     "cost": Check(
         "secure sum, 10 clients x 1M coordinates, 20 % lost",
         "<= 4.1 bytes per coordinate up, <= half the time of flwr 1.41's SecAgg+ primitives",

@@ -135,8 +135,8 @@ def test_sums_that_cannot_be_are_refused_by_name(bad: dict[str, Tensor]) -> None
 
 
 def test_the_secure_sum_of_scores_is_the_sum_in_the_clear() -> None:
-    """Clients that hold images out, asked through the five stages: the total has the very counts."""
-    made = Open(tiny("privacy.aggregation=secure", "model.head=random"))
+    """Clients that hold images out, asked through the five stages: the total has the very counts, rounded losses."""
+    made = Open(tiny("privacy.aggregation=secure", "privacy.smallest_group=1", "model.head=random"))
     made.context.held = lambda client: made.data.validation_rows[client::3]
     engine, vector = made.engine(), made.begin().vector
     asking = Sums(engine.exchange, "r", range(3), made.network, made.algorithm.privacy)
@@ -147,4 +147,4 @@ def test_the_secure_sum_of_scores_is_the_sum_in_the_clear() -> None:
         [handle(o, in_the_clear, made.context, {})[0].sums for o in request], made.network.classes
     )
     assert all(torch.equal(hidden[name], clear[name]) for name in ("confusion", "histogram", "top5"))
-    assert all(torch.allclose(hidden[name], clear[name], atol=1e-6) for name in ("calibration", "loss"))
+    assert all(torch.allclose(hidden[name], clear[name], atol=3 / 16) for name in ("calibration", "loss"))

@@ -19,6 +19,7 @@ from fedgraft.aggregate.slots import uniform
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments, vary
 from fedgraft.client.actions import action_named
 from fedgraft.client.handle import handle_or_refuse
+from fedgraft.client.history import ModelHistory
 from fedgraft.client.policy import Policy
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, Scalar, wire_size
@@ -47,7 +48,7 @@ def algorithm_of(protection: str, degree: int | None = None) -> Algorithm:
 
 def policy_of(protection: str) -> Policy:
     """What the owner allows: training, sums before it, one count; nothing in the clear where sums are hidden."""
-    actions = ("train", "statistics", "head_gradient", "fisher_scores", "count")
+    actions = ("train", "statistics", "head_gradient", "gradient", "fisher_scores", "count")
     return Policy(
         config="toy",
         secure="secure" in protection,
@@ -78,6 +79,8 @@ class World:
         self.context.policies, self.context.replays = (policy_of(protection),), True
         self.context.held = lambda client: torch.arange(8)
         self.memory: dict[int, Mapping[str, torch.Tensor]] = {}
+        self.histories: dict[int, ModelHistory] = {}
+        """What each client knows of the run's models; empty: nothing, as in a simulation."""
         self.said: list[tuple[str, int, Answer]] = []
         self.lied_at = ""
         """The stage whose message is the lie; it must be refused there."""
@@ -100,6 +103,8 @@ class World:
     def tell(self, request: Request) -> Answer:
         """Give an order to its client."""
         context = self.context
+        if request.client in self.histories:
+            context = replace(context, history=self.histories[request.client])
         if self.elsewhere and request.client != VICTIM:
             context = replace(context, run_fingerprint=self.elsewhere)
         answer, self.memory[request.client] = handle_or_refuse(
@@ -116,6 +121,8 @@ class World:
         number: int = 0,
         silent: Mapping[str, int] | None = None,
         space: str = "",
+        vector: torch.Tensor | None = None,
+        auxiliary: Mapping[str, torch.Tensor] | None = None,
         **more: Scalar,
     ) -> Mapping[str, torch.Tensor] | None:
         """A secure sum in which the victim is told something else; None where it was not opened."""
@@ -124,7 +131,8 @@ class World:
             requests = [self.request(k, round=number, settings=told) for k in clients]
             segments = secure_segments(self.algorithm, self.context.sent, self.context.space.trained, {})
         else:
-            requests = [Request(self.run, number, k, action, space or action, None, {}, told) for k in clients]
+            words = auxiliary or {}
+            requests = [Request(self.run, number, k, action, space or action, vector, words, told) for k in clients]
             segments = segments_of(action_named(action).summands(self.context.network, told))
 
         def exchange(asked: Sequence[Request]) -> list[Any]:
@@ -374,13 +382,47 @@ LIES: dict[str, Lie] = {
         "again",
     ),
     "head initialisation twice": Lie(
-        "repeat",
+        "other_sets",
         _after(lambda w: w.sum(action="statistics"), lambda w: _again(w)),
         HIDDEN,
-        "repeat",
+        "sets",
     ),
+    "head initialisation twice under another number": Lie(
+        "repeat",
+        _after(lambda w: w.sum(action="statistics"), lambda w: w.sum(action="statistics", number=1)),
+        HIDDEN,
+        "question",
+    ),
+    "statistics of five, gradients of four": Lie(
+        "other_sets",
+        _after(lambda w: w.sum(action="statistics"), lambda w: w.sum(action="head_gradient", clients=FOUR, **_head())),
+        HIDDEN,
+        "sets",
+    ),
+    "a client lost in one of two sums": Lie(
+        "other_sets",
+        _after(
+            lambda w: w.sum(action="statistics"),
+            lambda w: w.sum(action="head_gradient", silent={"secure.masked": OTHER}, **_head()),
+        ),
+        HIDDEN,
+        "sets",
+    ),
+    "the same gradient as another draw": Lie("repeat", lambda w: _gradients(w, draw=1), HIDDEN, "question"),
+    "the same gradient as a share of nearly one": Lie(
+        "repeat", lambda w: _gradients(w, share=0.9999), HIDDEN, "question"
+    ),
+    "a weight named twice": Lie("request", lambda w: _gradients(w, names="head.weight\nhead.weight"), HIDDEN, "names"),
+    "the same weights in another order": Lie(
+        "repeat", lambda w: _gradients(w, names="head.bias\nhead.weight"), HIDDEN, "question"
+    ),
+    "a question too many": Lie("queries", lambda w: _questions(w), CLEAR, "queries"),
+    "a hidden question too many": Lie("queries", lambda w: _hidden_questions(w), HIDDEN, "queries"),
+    "a run over the budget for life": Lie("lifetime_epsilon", lambda w: _spent(w), NOISED, "life"),
+    "a run without an epsilon": Lie("lifetime_epsilon", lambda w: _spent(w, None), CLEAR, "life"),
+    "a ledger from a backup": Lie("ledger", lambda w: _restored(w), HIDDEN, "ledger"),
     "a sum over more than before": Lie(
-        "repeat", _after(lambda w: w.sum(action="statistics", clients=FOUR), lambda w: _more(w)), HIDDEN, "repeat"
+        "other_sets", _after(lambda w: w.sum(action="statistics", clients=FOUR), lambda w: _more(w)), HIDDEN, "sets"
     ),
     "the same sum with a word more": Lie("request", lambda w: _worded(w, extra=1), HIDDEN, "words"),
     "the same sum under another name": Lie("request", lambda w: _worded(w, space="other"), HIDDEN, "words"),
@@ -434,11 +476,65 @@ def _elsewhere(world: World) -> Any:
         secagg_server.part_of = honest
 
 
+def _head() -> dict[str, Any]:
+    return {"auxiliary": {"head": torch.zeros(CLASSES, WIDTH + 1, dtype=torch.float64)}}
+
+
+def _gradients(world: World, **changes: Any) -> Any:
+    """The gradient of the head over all images, and again in other words."""
+    weights = torch.cat([p.detach().view(-1) for p in world.context.network.parameters()])
+    asked: dict[str, Any] = {"names": "head.weight\nhead.bias", "draw": 0, "share": 1.0}
+    world.sum(action="gradient", vector=weights, **asked)
+    world.said.clear()
+    return world.sum(action="gradient", vector=weights, number=1, **{**asked, **changes})
+
+
+def _questions(world: World) -> Any:
+    """Counts of three heads one by one, of which two are allowed."""
+    world.allow(queries=2)
+    for number in range(3):
+        head = torch.full((1, CLASSES, WIDTH + 1), float(number), dtype=torch.float64)
+        world.tell(world.request(action="count", vector=None, auxiliary={"heads": head}))
+
+
+def _hidden_questions(world: World) -> Any:
+    world.allow(queries=1)
+    world.sum(action="statistics")
+    world.said.clear()
+    return world.sum(action="head_gradient", **_head())
+
+
+def _spent(world: World, account: tuple[float, float] | None = (0.7, 1e-5)) -> Any:
+    """Two runs of epsilon 0.7 where one may be spent in all; the clock is of no use."""
+    world.allow(lifetime_epsilon=1.0, rounds_per_day=None, config="")
+    world.context.account = account
+    if account is None:
+        return world.tell(world.request())
+    for run in ("toy", "another"):
+        world.said.clear()
+        hidden = world.algorithm.privacy.collects_sum
+        if hidden:
+            world.run = run
+            world.sum(lambda o, run=run: replace(o, run=run))  # type: ignore[misc]
+        else:
+            world.tell(world.request(run=run))
+    return None
+
+
+def _restored(world: World) -> Any:
+    """Two sums, and then the victim's memory of before the second comes back from a backup."""
+    world.sum(action="statistics")
+    backup = dict(world.memory[VICTIM])
+    world.sum(action="head_gradient", **_head())
+    world.memory[VICTIM] = backup
+    world.said.clear()
+    head = {"auxiliary": {"head": torch.ones(CLASSES, WIDTH + 1, dtype=torch.float64)}}
+    return world.sum(action="head_gradient", number=1, **head)
+
+
 def _more(world: World) -> Any:
-    """Another order of the same series over one client more."""
-    world.sum(lambda o: o, action="statistics", number=1)
-    changed: Tamper = lambda o: world.plan(o, binds="another")  # noqa: E731
-    return world.sum(changed, action="statistics", number=2)
+    """Another question, over one client more."""
+    return world.sum(action="head_gradient", **_head())
 
 
 def _late(world: World, stage: str) -> Request:

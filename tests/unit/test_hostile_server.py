@@ -13,6 +13,7 @@ from tests.support.hostile import LIES, World, outcome
 from fedgraft.client import authorize
 from fedgraft.client import handle as client
 from fedgraft.client import secure as client_secure
+from fedgraft.client.ledger import DataLedger
 from fedgraft.client.policy import Policy
 from fedgraft.core.messages import Response
 from fedgraft.privacy.secagg import plan as plans
@@ -69,6 +70,11 @@ BROKEN: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "thresholds are not checked": ("threshold", Policy, "check_plan", nothing),
     "orders are not bound": ("binding", client_secure, "request_digest", lambda request: ""),
     "sums are not remembered": ("repeat", Identity, "record_served", nothing),
+    "sets are not compared": ("sets", DataLedger, "require_same_set", nothing),
+    "questions have no canonical form": ("question", DataLedger, "check_question", nothing),
+    "questions are not counted": ("queries", DataLedger, "check_question", nothing),
+    "epsilon is not added up": ("life", DataLedger, "spend", nothing),
+    "counters are not compared": ("ledger", SecureClient, "_require_newest_ledger", nothing),
     "further words are not looked at": ("words", authorize, "forbid_extra_fields", nothing),
     "what was told besides is not compared": ("ground", SecureClient, "_check_run_fingerprint", nothing),
     "the graph is not signed": ("graph", SecureClient, "_check_advert", nothing),

@@ -22,6 +22,8 @@ from fedgraft.core.errors import FedgraftError
 
 RuleState = dict[str, Tensor]
 """What a server rule remembers between rounds, by name: velocity, moments, control variate."""
+Reach = Callable[[float, int, int], float]
+"""(longest mean update, coordinates, rounds so far) -> how far one step can lead at most."""
 STATELESS: Capabilities = frozenset({Capability.STATELESS_STEP})
 
 
@@ -52,6 +54,8 @@ class ServerRule:
     needs: tuple[str, ...] = ()
     inspect: Callable[[Sequence[Tensor], Tensor], Mapping[str, Tensor]] | None = None
     """Named vectors computed from the single client updates, `(updates, weights)`; impossible under secure sums."""
+    reach: Reach = lambda longest, size, rounds: longest
+    """How far one step can lead: clients hold a new model against it."""
     provides: Capabilities = NOTHING
     """`STATELESS_STEP` if the step is x + lr * update, which also works with one model per client."""
 
@@ -64,6 +68,11 @@ class ServerRule:
         if self.inspect is not None:
             required.add(Capability.EACH_UPDATE)
         return frozenset(required)
+
+
+def _times(factor: float) -> Reach:
+    """Return the reach of a rule whose step is at most so many times as long as the longest update so far."""
+    return lambda longest, size, rounds: factor * longest
 
 
 def _zeros(*names: str) -> Callable[[int], RuleState]:
@@ -86,7 +95,13 @@ def _take(values: Mapping[str, Any], name: str, rule: str) -> Any:
 
 def plain_rule(lr: float = 1.0) -> ServerRule:
     """Return FedAvg: x + lr * update."""
-    return ServerRule("plain", _zeros(), lambda x, update, state, info: (x + lr * update, state), provides=STATELESS)
+    return ServerRule(
+        "plain",
+        _zeros(),
+        lambda x, update, state, info: (x + lr * update, state),
+        reach=_times(lr),
+        provides=STATELESS,
+    )
 
 
 def momentum(lr: float = 1.0, beta: float = 0.9) -> ServerRule:
@@ -97,7 +112,7 @@ def momentum(lr: float = 1.0, beta: float = 0.9) -> ServerRule:
         v = beta * state["velocity"] + update
         return x + lr * v, {"velocity": v}
 
-    return ServerRule("momentum", _zeros("velocity"), step)
+    return ServerRule("momentum", _zeros("velocity"), step, reach=_times(lr / (1 - beta) if beta < 1 else math.inf))
 
 
 SecondMoment = Callable[[Tensor, Tensor], Tensor]
@@ -142,7 +157,13 @@ def _adaptive(
             scale *= math.sqrt(1 - betas[1] ** (t + shift)) / (1 - betas[0] ** (t + shift))
         return x + scale * m / (v.sqrt() + tau), {"first": m, "second": v, "steps": torch.tensor(t)}
 
-    return ServerRule(name, init, step)
+    def reach(longest: float, size: int, rounds: int) -> float:
+        """Return the reach by updates over tau, or by coordinates that each move by a few times the rate."""
+        bias = 1.0 if correction == "none" else 1 / (1 - betas[0])
+        by_coordinate = math.sqrt(size) / math.sqrt(max(1 - betas[1], 1e-12))
+        return lr * bias * min(longest / tau, by_coordinate)
+
+    return ServerRule(name, init, step, reach=reach)
 
 
 def adam(
@@ -171,7 +192,7 @@ def scaffold_rule(lr: float = 1.0) -> ServerRule:
         control = state["control"] + moved / info.clients_total
         return x + lr * update, {"control": control}
 
-    return ServerRule("scaffold", _zeros("control"), step, ("control",))
+    return ServerRule("scaffold", _zeros("control"), step, ("control",), reach=_times(lr))
 
 
 def feddyn_rule(alpha: float) -> ServerRule:
@@ -192,7 +213,7 @@ def feddyn_rule(alpha: float) -> ServerRule:
         h = state["h"] - alpha * (info.clients_answered / info.clients_total) * update
         return x + update - h / alpha, {"h": h}
 
-    return ServerRule("feddyn", _zeros("h"), step)
+    return ServerRule("feddyn", _zeros("h"), step, reach=lambda longest, size, rounds: longest * (1 + rounds))
 
 
 def fednova_rule(lr: float = 1.0) -> ServerRule:
@@ -201,7 +222,7 @@ def fednova_rule(lr: float = 1.0) -> ServerRule:
     def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
         return x + lr * float(_take(info.scalars, "tau", "fednova")) * update, state
 
-    return ServerRule("fednova", _zeros(), step, ("tau",))
+    return ServerRule("fednova", _zeros(), step, ("tau",), reach=_times(lr))
 
 
 def sign_agreement(updates: Iterable[Tensor], weights: Tensor) -> Tensor:
@@ -226,7 +247,7 @@ def fedgma_rule(threshold: float = 0.4, lr: float = 1.0, soft: bool = True) -> S
     def inspect(updates: Sequence[Tensor], weights: Tensor) -> Mapping[str, Tensor]:
         return {"agreement": sign_agreement(updates, weights)}
 
-    return ServerRule("fedgma", _zeros(), step, ("agreement",), inspect)
+    return ServerRule("fedgma", _zeros(), step, ("agreement",), inspect, reach=_times(lr))
 
 
 def plain_tail(rule: ServerRule, trained: int) -> ServerRule:

@@ -10,6 +10,7 @@ import textwrap
 import typer
 
 from fedgraft.core.progress import phase
+from fedgraft.core.text import printable
 
 
 def import_runtime() -> None:
@@ -27,7 +28,11 @@ def import_runtime() -> None:
 
 
 def echo(text: str, indent: str = "  ") -> None:
-    """Print a sentence: wrapped between words on a terminal, further lines after `indent`; one line in a pipe."""
+    """Print a sentence: wrapped between words on a terminal, further lines after `indent`; one line in a pipe.
+
+    What would move the cursor or hide text is left out: a sentence may quote what came from outside.
+    """
+    text = printable(text)
     width = shutil.get_terminal_size().columns
     if sys.stdout.isatty() and len(text) > width:
         text = textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

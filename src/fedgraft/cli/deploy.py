@@ -14,8 +14,8 @@ app = typer.Typer(
     no_args_is_help=True,
     help=(
         "Run on other people's machines, over TLS, with Flower. The coordinator uses init, register, server, "
-        "preflight, submit, status, evaluate, stop, revoke, renew; a data owner uses key, policy, trust, node, audit. "
-        "`slurm`, `compose`, `k8s` write files that start a node. `local` does all of it on this machine; "
+        "preflight, submit, status, evaluate, stop, revoke, renew; a data owner uses key, policy, trust, node, audit, "
+        "ledger, clean. `slurm`, `compose`, `k8s` write files that start a node. `local` does all of it on this machine; "
         "`app` writes an app for somebody else's Flower federation. "
         "See docs/deploy.md."
     ),
@@ -40,6 +40,8 @@ for _command in (
     trust.fingerprint,
     trust.trust,
     trust.audit,
+    trust.ledger,
+    trust.clean,
     trust.revoke,
     trust.renew,
 ):

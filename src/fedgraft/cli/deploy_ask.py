@@ -26,6 +26,9 @@ def preflight(
     class_map: Annotated[
         Path | None, typer.Option("--class-map", help="a TOML file that maps class names; saved in FED/config.toml")
     ] = None,
+    fix_classes: Annotated[
+        bool, typer.Option("--fix-classes", help="make the nodes' class names part of FED/config.toml, if all is well")
+    ] = False,
     wait: Wait = 30.0,
 ) -> None:
     """Coordinator: check every site's data before training, from sums; exit code 1 if there are errors."""
@@ -36,25 +39,31 @@ def preflight(
 
     federation = open_federation(fed)
     if class_map is not None:
-        _save_class_map(federation, class_map)
+        _save_in_config(federation, "the class map is", {"class_map": str(class_map)})
     with phase("nodes inspect their images"):
         run_task(federation, federation.path / "preflight", wait, task=query.ACTION)
     answers = json.loads((federation.path / "preflight" / query.ANSWERS_FILE).read_text())
     query.check_answers(answers)
     sites, shared = query.with_node_names(answers, federation.names)
-    problems = findings(sites, federation.config.data.image_size, shared)
-    show_preflight(out, sites, [*problems, *_missing_answers(answers, federation.names)])
+    problems = [
+        *findings(sites, federation.config.data.image_size, shared),
+        *_missing_answers(answers, federation.names),
+    ]
+    if fix_classes and not any(problem.stops for problem in problems):
+        names = sorted({name for site in sites for name in site["classes"]})
+        _save_in_config(federation, "the classes are", {"class_names": names})
+    show_preflight(out, sites, problems)
 
 
-def _save_class_map(federation: FederationFolder, class_map: Path) -> None:
-    """Write the class map into the federation's config, and print the new fingerprint."""
+def _save_in_config(federation: FederationFolder, what: str, options: dict[str, Any]) -> None:
+    """Write options of the data into the federation's config, and print the new fingerprint; `what` begins the line."""
     from fedgraft.config.load import merge, to_toml, validate
     from fedgraft.core.store import write_text
 
-    config = validate(merge(federation.config.table, {"data": {"class_map": str(class_map)}}))
+    config = validate(merge(federation.config.table, {"data": options}))
     file = federation.path / "config.toml"
     write_text(file, to_toml(config))
-    typer.echo(f"the class map is now part of {file}; its fingerprint, for policies, is {config.fingerprint}")
+    typer.echo(f"{what} now part of {file}; its fingerprint, for policies, is {config.fingerprint}")
 
 
 def _missing_answers(answers: dict[str, Any], names: Sequence[str]) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 
 if TYPE_CHECKING:
+    from fedgraft.config.load import Config
     from fedgraft.deploy.control import RegisteredNode
     from fedgraft.deploy.folder import FederationFolder
 
@@ -223,6 +225,10 @@ def status(fed: Fed) -> None:
     folder = _folder_of(federation, state.id)
     typer.echo(f"run {state.id}: {state.status}{_describe_rounds(federation, folder)}")
     _print_contributions(federation, folder)
+    if not state.over:
+        waits_for = absent_from_sums(federation.config, federation.names, [node.name for node in nodes if node.online])
+        if waits_for:
+            typer.echo(f"now: the run waits for {', '.join(waits_for)}: too few nodes for a secure sum")
     if folder is not None and not state.over:
         for line in current_phases(folder):
             typer.echo(f"now: {line}")
@@ -235,6 +241,16 @@ def status(fed: Fed) -> None:
         typer.echo(f"the run died: {reason}", err=True)
         typer.echo(f"fix this, then resume: fedgraft deploy submit {fed} --folder {folder} --resume", err=True)
         raise typer.Exit(1)
+
+
+def absent_from_sums(config: Config, names: Sequence[str], online: Sequence[str]) -> list[str]:
+    """Return the nodes that are not connected, if so many are that a secure sum of the run cannot be opened."""
+    if config.privacy.aggregation != "secure":
+        return []
+    needed = config.privacy.threshold or len(names) * 2 // 3 + 1
+    if len(set(online) & set(names)) >= needed:
+        return []
+    return [name for name in names if name not in online]
 
 
 def _print_nodes(federation: FederationFolder, nodes: list[RegisteredNode]) -> None:

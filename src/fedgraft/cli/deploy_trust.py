@@ -32,9 +32,11 @@ def policy(
 ) -> None:
     """Node: print a safe policy for a config (or a federation's folder), or which rules of yours it breaks."""
     import_runtime()
+    from fedgraft.client.ledger import DataLedger
     from fedgraft.client.policy import in_words, policy_toml
     from fedgraft.config.agreement import safe_policy
     from fedgraft.config.build import build_algorithm
+    from fedgraft.deploy.node_state import NodeState
 
     config = _config(overrides)
     algorithm = build_algorithm(config)
@@ -49,12 +51,25 @@ def policy(
                 "leave it out: the actions of a run are allowed",
                 action=action,
             )
-    policy = safe_policy(config, algorithm, allow or ())
+    known = DataLedger()
+    if key is not None:
+        known = NodeState(key.absolute().with_suffix(".home")).data_ledger()
+    policy = safe_policy(config, algorithm, allow or (), known.most_questions, known.epsilon)
     typer.echo("a node with this policy carries out a request only if it follows all of these rules:")
     for sentence in in_words(policy):
         echo(f"  {sentence}", "    ")
     if not policy.secure:
         typer.echo("this config has no secure aggregation: the coordinator sees this node's updates one by one")
+    if policy.secure and policy.epsilon is None:
+        typer.echo(
+            "a class that this site alone has is not hidden by the sum: what is added to it comes from here. Clipping "
+            "and noise of the clients hide it: privacy.dp with privacy.dp.noise_source=distributed"
+        )
+    if policy.secure and config.data.class_names is None:
+        typer.echo(
+            "the class names are not in this config, so the coordinator names them: `deploy preflight --fix-classes` "
+            "makes them part of it"
+        )
     if policy.epsilon is None:
         typer.echo("this config has no differential privacy: the finished model may remember single images")
     if key is not None:
@@ -130,7 +145,7 @@ def trust(
     if path.is_file():
         try:
             peers = tomllib.loads(path.read_text())
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:
             raise FedgraftError(
                 "E-CLI-PEERS-DAMAGED",
                 f"{path} is not valid TOML: {error}",
@@ -236,3 +251,47 @@ def _audit_text(line: Mapping[str, Any]) -> str:
     if line["kind"] in _EVENTS:
         return f"{line['n']:6d}  {when}  {_EVENTS[line['kind']]} {action}: {line['why']}"
     return f"{line['n']:6d}  {when}  {action}: {line['bytes']:,} bytes, {line['protection']}"
+
+
+def ledger(key: Key) -> None:
+    """Node: show what was answered about this node's images ; exit code 1 if the ledger is a restored one."""
+    from fedgraft.deploy.node_state import NodeState
+
+    known = NodeState(key.absolute().with_suffix(".home")).data_ledger()
+    typer.echo(f"counter {known.counter}; it only grows, and peers hold its signature")
+    for rows, questions in sorted(known.asked.items()):
+        over = ", ".join(map(str, known.sets.get(rows, []))) or "this node alone"
+        split = rows.partition("/")[0]
+        typer.echo(f"{split} images ({rows}): {len(questions)} questions outside the rounds, sums over clients {over}")
+    for run, (latest, count, _) in sorted(known.rounds.items()):
+        typer.echo(f"run {run}: {count} hidden rounds, the latest is {int(latest) + 1}")
+    for run, (epsilon, delta) in sorted(known.spent.items()):
+        typer.echo(f"run {run}: epsilon {epsilon:.4g}, delta {delta:.2g}")
+    typer.echo(f"all runs together: epsilon {known.epsilon:.4g}, delta {known.delta:.2g}")
+    if known.proven:
+        typer.echo(
+            f"RESTORED FROM A BACKUP: a peer holds this node's signature of its ledger at {known.proven}. The node "
+            "answers nothing. Put the newest ledger back, or make a new key, which begins a new ledger."
+        )
+        raise typer.Exit(1)
+
+
+def clean(
+    key: Key,
+    cache: Annotated[bool, typer.Option("--cache", help="also this machine's cache of decoded images")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="remove it; without, it is only listed")] = False,
+) -> None:
+    """Node: remove what ended runs left on this machine; ledger, audit log, key and policy stay. End the node first."""
+    from fedgraft.deploy.clean import removable, remove
+
+    removals = removable(key.absolute().with_suffix(".home"), cache)
+    if not removals:
+        typer.echo("there is nothing to remove")
+        return
+    for removal in removals:
+        typer.echo(f"{removal.path}: {removal.meaning}, {removal.bytes / 1e6:.1f} MB")
+    if not yes:
+        typer.echo("nothing was removed; to remove it: --yes")
+        return
+    remove(removals)
+    typer.echo("removed")

@@ -21,7 +21,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 DEPLOY: Mapping[str, tuple[str, ...]] = {
     "Rehearse": ("local",),
     "Coordinator": ("init", "register", "server", "preflight", "submit", "status", "evaluate", "stop"),
-    "Data owner": ("key", "policy", "trust", "node", "audit"),
+    "Data owner": ("key", "policy", "trust", "node", "audit", "ledger", "clean"),
     "Keys and certificates": ("fingerprint", "revoke", "renew"),
 }
 """Commands in the order of use, for the program and for `deploy`; others come last."""

@@ -68,6 +68,15 @@ def _nothing_implausible(response: Response) -> str:
     return ""
 
 
+def _training_rows(request: Request) -> str:
+    return "train"
+
+
+def _no_canonical_form(request: Request, context: ClientContext) -> Mapping[str, Scalar]:
+    """Return the settings as they are: no two of them ask the same."""
+    return {name: value for name, value in request.settings.items() if name != "sums"}
+
+
 def _nothing_further(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
     """Accept every request whose declared fields are right."""
 
@@ -92,6 +101,8 @@ class Action:
     """The vector that a request must carry: none, the edit space's values, or all weights of the network."""
     tensors: Callable[[Network], Mapping[str, tuple[int, ...]]] = _no_tensors
     """Further tensors that a request must carry, with their shapes."""
+    tensor_names: tuple[str, ...] = ()
+    """Names of further tensors whose shape follows from the request; `validate` looks at it."""
     validate: Callable[[Request, Algorithm, ClientContext], None] = _nothing_further
     """Raise `Refused` for what the declarations above cannot say."""
 
@@ -108,6 +119,10 @@ class Action:
     # What a policy needs to know.
     shown_alone: bool = False
     """The answer is given in the clear even where secure aggregation is on, because an honest run needs it so."""
+    split: Callable[[Request], str] = _training_rows
+    """Return which rows an answer is about: "train", "validation" or "test"."""
+    canonical: Callable[[Request, ClientContext], Mapping[str, Scalar]] = _no_canonical_form
+    """Return the settings in canonical form: requests with the same answer have the same."""
     images: Callable[[Request, ClientContext], int] | None = None
     """Count the images that an answer is about, where an owner may ask for a smallest number."""
 
@@ -129,6 +144,8 @@ def sum_action(
     tensors: Callable[[Network], Mapping[str, tuple[int, ...]]] = _no_tensors,
     validate: Callable[[Request, Algorithm, ClientContext], None] = _nothing_further,
     implausible: Callable[[Response], str] = _nothing_implausible,
+    split: Callable[[Request], str] = _training_rows,
+    canonical: Callable[[Request, ClientContext], Mapping[str, Scalar]] = _no_canonical_form,
 ) -> Action:
     """Return an action whose response is `compute`'s named sums, in the clear or inside a secure sum.
 
@@ -170,4 +187,6 @@ def sum_action(
         layout=layout,
         summed=summed,
         implausible=implausible,
+        split=split,
+        canonical=canonical,
     )

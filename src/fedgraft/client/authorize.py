@@ -6,24 +6,29 @@ of the policies, one too many for today, one whose model or numbers are not thos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.action import Action
+from fedgraft.client.action import Action, RunPhase
 from fedgraft.client.actions import ACTIONS
 from fedgraft.client.context import ClientContext, model_vector, with_full_model
+from fedgraft.client.ledger import DataLedger, Rows, question_digest
 from fedgraft.client.policy import Policy, count_request
 from fedgraft.client.request_checks import is_secure_stage, requested_name, require_settings, require_tensor
-from fedgraft.core.client_memory import LEDGER, ClientMemory
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import Refused
-from fedgraft.core.messages import Request, as_bytes
-from fedgraft.privacy.secagg.client import as_tensor
+from fedgraft.core.messages import Request
 
 
 def authorize(request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> ClientMemory:
-    """Refuse the request, or return the client's memory with the request counted in its ledger.
+    """Refuse the request, or return the client's memory with the request written in its ledger.
 
-    The ledger (requests a day) is kept only where a policy limits them. Raises `Refused`; no image or label is looked
-    at, only how many there are.
+    Requests a day are counted where a policy limits them; answers outside the rounds are written on a node, and where
+    updates are hidden (stages of a secure sum: `client/secure.py`). Raises `Refused`; no image or label is looked at,
+    only how many there are.
     """
+    ledger = DataLedger.of(memory)
+    ledger.require_newest()
     policies = policies_in_force(algorithm, context)
     action = ACTIONS.get(request.action)
     for policy in policies:
@@ -31,12 +36,54 @@ def authorize(request: Request, algorithm: Algorithm, context: ClientContext, me
         if action is not None and action.images is not None:
             policy.check_images(action.images(request, context))
     validate_request(request, algorithm, context)
-    ledger_before = as_bytes(memory[LEDGER]) if LEDGER in memory else b""
-    ledgers = {count_request(policy, request, ledger_before) for policy in policies}
-    ledgers.discard(ledger_before)
-    if not ledgers:
-        return memory
-    return {**memory, LEDGER: as_tensor(ledgers.pop())}
+    days_before = ledger.days.encode()
+    days = {count_request(policy, request, days_before) for policy in policies}
+    days.discard(days_before)
+    if days:
+        ledger.days = days.pop().decode()
+    if requested_name(request) == "train":
+        _spend_epsilon(request, context, policies, ledger)
+    elif action is not None and (context.replays or algorithm.privacy.collects_sum):
+        question = check_question(request, action, algorithm, context, ledger, "")
+        ledger.record_question(rows_of(request, action, context), question, "")
+    return ledger.write(memory)
+
+
+def _spend_epsilon(request: Request, context: ClientContext, policies: Sequence[Policy], ledger: DataLedger) -> None:
+    """Charge the run's epsilon when it begins; a run without one is refused where a policy has a budget for life."""
+    budgets = [policy.lifetime_epsilon for policy in policies if policy.lifetime_epsilon is not None]
+    if context.account is None:
+        if budgets:
+            raise Refused(
+                "the run has no epsilon that the budget for all runs could be charged with", "lifetime_epsilon"
+            )
+        return
+    epsilon, delta = context.account
+    ledger.spend(request.run, epsilon, delta, min(budgets, default=None))
+
+
+def rows_of(request: Request, action: Action, context: ClientContext) -> Rows:
+    """Return which rows of the client's data the answer to a request is about."""
+    return Rows(action.split(request), context.division)
+
+
+def allows_other_sets(algorithm: Algorithm, context: ClientContext) -> bool:
+    """Return whether all policies in force allow sums over other clients than earlier sums about the same rows."""
+    return all(policy.other_sets for policy in policies_in_force(algorithm, context))
+
+
+def check_question(
+    request: Request, action: Action, algorithm: Algorithm, context: ClientContext, ledger: DataLedger, plan: str
+) -> str:
+    """Return the digest of what a request outside the rounds asks; refuse one that the ledger does not allow.
+
+    `plan` is the digest of the plan of a hidden sum, "" for an answer in the clear.
+    """
+    limits = [policy.queries for policy in policies_in_force(algorithm, context) if policy.queries is not None]
+    question = question_digest(action.name, action.canonical(request, context), request)
+    repeatable = action.phase is RunPhase.EVALUATION  # over the same clients the same model scores the same
+    ledger.check_question(rows_of(request, action, context), question, plan, min(limits, default=None), repeatable)
+    return question
 
 
 def policies_in_force(algorithm: Algorithm, context: ClientContext) -> tuple[Policy, ...]:
@@ -90,7 +137,7 @@ def forbid_extra_fields(request: Request, action: Action, context: ClientContext
     at_work = request.action == "secure.masked"
     expected_tensors: set[str] = set()
     if at_work:
-        expected_tensors = set(action.tensors(context.network))
+        expected_tensors = {*action.tensors(context.network), *action.tensor_names}
     tensors = {name for name in request.auxiliary if name != "plan" and not name.startswith("data:")}
     settings = {name for name in request.settings if name != "sums"}
     carries_model = request.vector is not None

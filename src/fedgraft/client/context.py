@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import Bound, EditSpace, select
 from fedgraft.local.features import feature_batches as look_through
 from fedgraft.local.progress import TrainingProgress
+
+if TYPE_CHECKING:
+    from fedgraft.client.history import ModelHistory
 
 
 @dataclass
@@ -55,6 +59,12 @@ class ClientContext:
     """Whether clients store what they answered in secure sums, so that a server that lost it may ask again."""
     run_fingerprint: str = ""
     """Identity of what this machine was told of the run besides requests; all clients of a secure sum share it."""
+    history: ModelHistory | None = None
+    """What this machine knows of the run's models, on a node under secure aggregation; None: they are not compared."""
+    division: str = ""
+    """Identity of how the rows were divided into training and validation; on a node, where runs may differ in it."""
+    account: tuple[float, float] | None = None
+    """Epsilon and delta of the whole run, which are charged to the ledger of the data; None: it has none."""
     noise_key: bytes = b""
     """This machine's secret for the noise on representations that clients send; empty: noise comes from the seed."""
     progress: Callable[[str], TrainingProgress] | None = None

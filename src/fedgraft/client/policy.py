@@ -41,6 +41,8 @@ SANE: Mapping[str, tuple[float, float]] = MappingProxyType(
 TRAINING = ("train", "train_ahead")
 """Actions that count as rounds: training, and training ahead of a secure sum (buffered rounds)."""
 
+_EVALUATION_SUMS = ("counts", "scores")
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -64,6 +66,22 @@ class Policy:
     )
     rounds: int | None = field(default=None, metadata={"says": "most rounds of a run"})
     sums: int | None = field(default=None, metadata={"says": "most secure sums of one kind before the first round"})
+    queries: int | None = field(
+        default=None, metadata={"says": "most questions outside the rounds about the same rows, in all runs together"}
+    )
+    models: tuple[str, ...] = field(
+        default=(),
+        metadata={"says": "fingerprints of models that may be evaluated though no run of this node made them"},
+    )
+    other_sets: bool = field(
+        default=False,
+        metadata={
+            "says": "sums outside the rounds over other clients than before; two of them give away the difference"
+        },
+    )
+    lifetime_epsilon: float | None = field(
+        default=None, metadata={"says": "most epsilon of all runs on this data together"}
+    )
     rounds_per_day: int | None = field(default=None, metadata={"says": "most training requests a day"})
     queries_per_day: int | None = field(default=None, metadata={"says": "most other requests a day"})
     least_images: int = field(default=0, metadata={"says": "fewest images an evaluation or count may be about"})
@@ -109,6 +127,8 @@ class Policy:
         if name in TRAINING:
             if self.rounds is not None and number >= self.rounds:
                 raise Refused(f"round {number + 1} is asked for, and {self.rounds} are allowed", "rounds", round=number)
+        elif name in _EVALUATION_SUMS:
+            return  # their number is that of a round or a time; `queries` bounds how many there are
         elif self.sums is not None and is_secure_stage(request) and number >= self.sums:
             raise Refused(f"{number + 1} sums of {name} are asked for, not {self.sums}", "sums", action=name)
 
@@ -228,7 +248,7 @@ def parse(text: str, where: str = "policy.toml") -> Policy:
     """Return the policy in a TOML text; `where` names the file in errors."""
     try:
         return from_table(tomllib.loads(text), where)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise FedgraftError(
             "E-CLIENT-POLICY-TOML",
             f"{where} is not TOML: {error}",
@@ -284,6 +304,8 @@ def _read_value(name: str, default: object, value: Any) -> Any:
         types = (int, float)
     if type(value) not in types:
         raise TypeError
+    if isinstance(value, int) and not -(2**63) < value < 2**63:
+        raise ValueError
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError
     return value

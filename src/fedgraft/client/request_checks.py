@@ -10,9 +10,9 @@ from torch import Tensor
 from fedgraft.aggregate.codecs import is_finite
 from fedgraft.core.errors import Refused
 from fedgraft.core.messages import Request
-from fedgraft.privacy.secagg.secure_sum import STAGES
+from fedgraft.privacy.secagg.plan import DISPUTE, STAGES
 
-SECURE_STAGES = frozenset(f"secure.{stage}" for stage in STAGES)
+SECURE_STAGES = frozenset(f"secure.{stage}" for stage in (*STAGES, DISPUTE))
 """Actions that are stages of a secure sum: their answers show nothing of one client."""
 
 

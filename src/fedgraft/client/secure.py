@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.action import SumScope
+from fedgraft.client.action import Action, SumScope
 from fedgraft.client.actions import action_named
-from fedgraft.client.authorize import policies_in_force
+from fedgraft.client.authorize import allows_other_sets, check_question, policies_in_force, rows_of
 from fedgraft.client.context import ClientContext, with_full_model
+from fedgraft.client.ledger import DataLedger
 from fedgraft.core.client_memory import SECURE, ClientMemory
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, as_bytes
@@ -45,10 +46,12 @@ def secure_stage(
     sum.
     """
     stage = request.action.partition(".")[2]
-    slot = f"{SECURE}{request.settings['sums']}/{request.round}/"
+    action = action_named(str(request.settings["sums"]))
+    slot = f"{SECURE}{action.name}/{request.round}/"
+    ledger = DataLedger.of(memory)
     new_memory = dict(memory)
     try:
-        secure_client = _client_at_stage(stage, slot, request, algorithm, context, memory)
+        secure_client = _client_at_stage(stage, slot, request, algorithm, context, memory, ledger)
         if stage == "keys":  # what earlier sums left has done its work
             for name in memory:
                 if _is_outdated(name, slot, context.replays):
@@ -62,10 +65,18 @@ def secure_stage(
             """Carry out the action that is summed and return its result as words of the ring; update `new_memory`."""
             if request_digest(request) != secure_client.plan.binds:
                 raise SecureRefusal("the request is not the one that the plan of the secure sum binds", "binding")
-            action = action_named(str(request.settings["sums"]))
             assert action.summed is not None
+            if not action.in_rounds:
+                plan = secure_client.plan.digest
+                question = check_question(request, action, algorithm, context, ledger, plan)
+                ledger.hold_question(rows_of(request, action, context), question, plan)
             full_request = with_full_model(request, context)
+            history = context.history if action.in_rounds else None
+            if history is not None:
+                history.check(full_request, algorithm, context)
             summand, memory_after = action.summed(full_request, algorithm, context, memory)
+            if history is not None:
+                history.record(full_request, algorithm, update_length(summand))
             values = _with_cut_flag(secure_client.plan.ring, summand, request)
             for name, tensor in memory_after.items():
                 if not name.startswith(SECURE):
@@ -78,7 +89,13 @@ def secure_stage(
 
         try:
             evidence = secure_client.answer(stage, data, masked_words if stage == "masked" else None)
+            if stage == "consistency":  # signed by enough clients, the sum over these can be opened
+                _record_survivors(request, action, algorithm, context, ledger, secure_client)
+        except SecureRefusal as secure_refusal:
+            ledger.proven = max(ledger.proven, int(secure_refusal.fields.get("proven", 0)))
+            raise
         finally:  # whoever refuses remembers it, and stays out of this sum
+            new_memory.update(ledger.write(new_memory))
             new_memory["identity"] = as_tensor(secure_client.identity.to_bytes())
             if stage != "unmask" or context.replays:
                 new_memory[slot + "state"] = as_tensor(secure_client.state())
@@ -91,6 +108,34 @@ def secure_stage(
         refusal.memory = new_memory
         raise refusal from error
     return Response(request.run, request.round, request.client, request.space, 0, evidence=evidence), new_memory
+
+
+def update_length(summand: Mapping[str, Tensor]) -> float:
+    """Return the length of the update in a client's summand of a training round, without its weight."""
+    weight = float(summand["weight"])
+    if not weight:
+        return 0.0
+    return float(torch.linalg.vector_norm(summand["update"].double())) / weight
+
+
+def _record_survivors(
+    request: Request,
+    action: Action,
+    algorithm: Algorithm,
+    context: ClientContext,
+    ledger: DataLedger,
+    secure_client: SecureClient,
+) -> None:
+    """Record in the ledger over which clients this sum will be opened; refuse other clients than those before."""
+    alive = secure_client.progress.alive
+    if action.in_rounds:
+        ledger.record_round(secure_client.plan, alive)
+        return
+    rows = rows_of(request, action, context)
+    if not allows_other_sets(algorithm, context):
+        ledger.require_same_set(rows, alive, whole=True)
+    ledger.record_set(rows, alive)
+    ledger.record_held_question(rows, secure_client.plan.digest)
 
 
 def _is_outdated(name: str, slot: str, replays: bool) -> bool:
@@ -106,13 +151,19 @@ def _is_outdated(name: str, slot: str, replays: bool) -> bool:
 
 
 def _client_at_stage(
-    stage: str, slot: str, request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+    stage: str,
+    slot: str,
+    request: Request,
+    algorithm: Algorithm,
+    context: ClientContext,
+    memory: ClientMemory,
+    ledger: DataLedger,
 ) -> SecureClient:
     """Return this client's `SecureClient` as it stands at the beginning of a stage.
 
     At the stage "keys" it is made from the plan in the request, which is checked first; later it is resumed from the
-    memory entries under the prefix `slot`. Where `memory` holds no identity key, the result has a new one, which the
-    caller stores: nothing is written here.
+    memory entries under the prefix `slot`. What the `ledger` of the data does not allow is refused. If `memory` holds
+    no identity key, the result has a new one, which the caller stores: nothing is written here.
     """
     if "identity" in memory:
         identity = Identity.from_bytes(as_bytes(memory["identity"]))
@@ -132,7 +183,18 @@ def _client_at_stage(
             except FedgraftError as error:
                 raise SecureRefusal(str(error), "plan") from error
             check_plan(plan, request, algorithm, context)
-            return SecureClient(plan, request.client, identity, run_fingerprint=context.run_fingerprint, cohort=cohort)
+            action = action_named(str(request.settings["sums"]))
+            if not action.in_rounds and not allows_other_sets(algorithm, context):
+                ledger.require_same_set(rows_of(request, action, context), plan.clients, whole=False)
+            ledger.counter += 1  # every sum that begins counts, so that its advert shows a new number
+            return SecureClient(
+                plan,
+                request.client,
+                identity,
+                run_fingerprint=context.run_fingerprint,
+                cohort=cohort,
+                counter=ledger.counter,
+            )
     elif not has_begun:
         raise SecureRefusal(f"the stage {stage!r} of a secure sum was asked for before it began")
     plan = Plan.from_bytes(as_bytes(memory[slot + "plan"]), most_clients)

@@ -37,8 +37,13 @@ OPEN_RATE_FACTOR = 100.0
 
 
 def clear_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
-    """Return the actions whose responses the server sees client by client, also under secure aggregation."""
-    actions = ["count"]
+    """Return the actions whose responses the server sees client by client, also under secure aggregation.
+
+    Under secure aggregation nothing is counted in the clear but right answers of the model on a client's own images.
+    """
+    actions = []
+    if not algorithm.privacy.collects_sum:
+        actions.append("count")
     if config.personal.evaluate != "never":
         actions.append("evaluate")
     if "own_mask" in algorithm.trainable.asks:
@@ -54,14 +59,10 @@ def _sums_held_updates(config: Config, algorithm: Algorithm) -> bool:
 
 
 def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
-    """Return every action that a run of this config requests of clients; "count" only where images are held out.
-
-    A head that is computed from sums is scored by counts, also where the model is measured by secure sums later on.
-    """
+    """Return every action that a run of this config requests of clients; counts only where images are held out."""
     holds_out = config.data.validation > 0
     measures = holds_out and (config.rounds.evaluate_every > 0 or config.rounds.test)
     has_metrics = bool(config.metrics) or config.select != "accuracy"
-    measures_by_sums = measures and algorithm.privacy.collects_sum and has_metrics
     head = algorithm.closed_form or config.head
     scores_head = holds_out and HEAD_ACTIONS[head] != ()
     actions = []
@@ -71,10 +72,13 @@ def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
         actions.append("train")
     if Capability.CLASS_COUNTS in algorithm.requires:
         actions.append("class_counts")
-    if scores_head or (measures and not measures_by_sums):
+    if algorithm.privacy.collects_sum:
+        if scores_head:
+            actions.append("head_counts")
+        if measures:
+            actions.append("scores" if has_metrics else "counts")
+    elif scores_head or measures:
         actions.append("count")
-    if measures_by_sums:
-        actions.append("scores")
     if config.personal.evaluate != "never":
         actions.append("evaluate")
     return (*actions, *HEAD_ACTIONS[head], *algorithm.trainable.asks)
@@ -128,15 +132,23 @@ def policies_of(config: Config, algorithm: Algorithm, owner: Policy | None = Non
 # ---- a policy for a config ----------------------------------------------------------------------------------------
 
 
-def safe_policy(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:
-    """Return a policy that allows this config and the actions of `also`, and as little else as rules can express."""
+def safe_policy(
+    config: Config, algorithm: Algorithm, also: Sequence[str] = (), questions: int = 0, spent: float = 0.0
+) -> Policy:
+    """Return a policy that allows this config and the actions of `also`, and as little else as rules can express.
+
+    `questions` and `spent` are what the ledger of the data has already: the most questions about the same rows, and the
+    epsilon of earlier runs.
+    """
     rounds = config.rounds.total
     wanted = requested_actions(config, algorithm)
     sums = _number_of_sums(config, algorithm, wanted)
     in_the_clear: tuple[str, ...] = ()
+    if algorithm.privacy.collects_sum and "evaluate" in also:
+        also = (*also, "scores")
     if algorithm.privacy.collects_sum:
         shown = [action for action in wanted if action in clear_actions(config, algorithm)]
-        in_the_clear = tuple(dict.fromkeys((*shown, *also)))
+        in_the_clear = tuple(name for name in dict.fromkeys((*shown, *also)) if name not in ("scores", "counts"))
     return Policy(
         config=config.fingerprint,
         secure=algorithm.privacy.collects_sum,
@@ -149,12 +161,13 @@ def safe_policy(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) 
         rounds=rounds,
         sums=sums,
         rounds_per_day=2 * rounds,
+        queries=questions + _number_of_queries(config, sums),
         queries_per_day=2 * _number_of_queries(config, sums),
         least_images=LEAST_IMAGES,
         heads=MOST_HEADS,
         ranges=_ranges(config, algorithm, wanted),
         steps=config.local.steps or max(config.local.client_steps, default=None),
-        **_account_rules(config, algorithm),
+        **_account_rules(config, algorithm, spent),
     )
 
 
@@ -164,7 +177,7 @@ def _number_of_sums(config: Config, algorithm: Algorithm, wanted: Sequence[str])
     if "head_gradient" in wanted:
         sums = PROBE_STEPS
     sums += sum(algorithm.trainable.asks.values())
-    if "scores" in wanted:
+    if "scores" in wanted or "counts" in wanted or "head_counts" in wanted:
         sums = max(sums, 2 * config.rounds.total + 2)
     if "held_update" in wanted:
         sums = max(sums, config.rounds.total)
@@ -229,8 +242,8 @@ def _ranges(config: Config, algorithm: Algorithm, wanted: Sequence[str]) -> dict
     return ranges
 
 
-def _account_rules(config: Config, algorithm: Algorithm) -> dict[str, Any]:
-    """Return the rules about differential privacy; empty without it."""
+def _account_rules(config: Config, algorithm: Algorithm, spent: float) -> dict[str, Any]:
+    """Return the rules about differential privacy; empty without it. `spent` is the epsilon of earlier runs."""
     account = budget(config, algorithm, config.rounds.total)
     noise = algorithm.privacy.noise
     if account is None or noise is None:
@@ -238,7 +251,10 @@ def _account_rules(config: Config, algorithm: Algorithm) -> dict[str, Any]:
     epsilon = account.epsilon
     if math.isfinite(epsilon):
         epsilon = math.ceil(epsilon * 1e4) / 1e4  # rounded up, so that the last digit does not decide
-    return {"epsilon": epsilon, "delta": account.delta, "noise": noise.mechanism.noise}
+    rules = {"epsilon": epsilon, "delta": account.delta, "noise": noise.mechanism.noise}
+    if math.isfinite(epsilon):
+        rules["lifetime_epsilon"] = spent + epsilon
+    return rules
 
 
 # ---- a policy against a config ------------------------------------------------------------------------------------

@@ -335,7 +335,7 @@ def _with_privacy(config: Config, algorithm: Algorithm) -> Algorithm:
     """
     privacy = config.privacy
     if privacy.aggregation == "secure":
-        algorithm = secure(algorithm, privacy.limit, privacy.threshold, privacy.degree)
+        algorithm = secure(algorithm, privacy.limit, privacy.threshold, privacy.degree, privacy.smallest_group)
     table = privacy.dp
     if table is None:
         return algorithm

@@ -46,6 +46,10 @@ class DataTable(Section):
     class_map: dict[str, str] | None = Field(
         None, description="names of classes to replace, as a table or a TOML file: old = new"
     )
+    class_names: tuple[str, ...] | None = Field(
+        None,
+        description="the classes of the run, in order; data with others is refused, and so is a server with others",
+    )
     limit: int | None = Field(None, ge=1, description="use only so many training images, stratified")
     classes: int = Field(10, ge=2, description="synthetic only: number of classes")
     count: int = Field(2000, ge=10, description="synthetic only: number of training images")
@@ -67,7 +71,7 @@ class DataTable(Section):
             return value
         try:
             return tomllib.loads(Path(value).read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # not TOML, not UTF-8, an integer without end
             raise ValueError(f"the file {value} is no map of class names ({error})") from None
 
 

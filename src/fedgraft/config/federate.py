@@ -24,6 +24,8 @@ def open_data(config: Config, check: bool = True) -> Dataset:
     dataset = renamed(load_dataset(table.source, table.path, **options), table.class_map)
     if check:
         check_names(dataset.classes)
+    if table.class_names is not None:
+        dataset = Dataset(dataset.name, dataset.train.named(table.class_names), dataset.test.named(table.class_names))
     if table.store == "none":
         dataset = dataset.without_stored_pixels()
     return dataset

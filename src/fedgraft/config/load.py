@@ -58,7 +58,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             "an archive of images must be unpacked",
             path=str(path),
         ) from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: not TOML, or an integer without end
         raise FedgraftError("E-CONFIG-TOML", f"{path} is not valid TOML: {error}.", path=str(path)) from None
 
 
@@ -93,7 +93,7 @@ def _override_value(key: str, text: str) -> Any:
         return text
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         pass
     if text in ("None", "null") or (text == "none" and "'none'" not in own_words):
         return None
@@ -114,10 +114,29 @@ def merge(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
 
 def validate(table: dict[str, Any]) -> Config:
     """Return the table as a config, or raise one sentence about the first thing that is wrong."""
+    _require_usual_integers(table)
     try:
         return Config.model_validate(table)
     except ValidationError as error:
         raise _first_mistake(error) from None
+
+
+LARGEST_INTEGER = 2**63 - 1
+"""Larger integers are refused: no option needs them, and arithmetic with floats would fail."""
+
+
+def _require_usual_integers(value: Any, key: str = "") -> None:
+    """Raise for an integer of the table that does not fit into 64 bits."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _require_usual_integers(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _require_usual_integers(inner, key)
+    elif type(value) is int and not -LARGEST_INTEGER <= value <= LARGEST_INTEGER:
+        raise FedgraftError(
+            "E-CONFIG-NUMBER", f"the number of {key!r} is too large", "use one of at most 18 digits", option=key
+        )
 
 
 def _first_mistake(error: ValidationError) -> FedgraftError:
@@ -135,7 +154,7 @@ def _first_mistake(error: ValidationError) -> FedgraftError:
     if not key:
         return FedgraftError("E-CONFIG-OPTIONS", f"{reason}.")
     if mistake["type"] != "value_error":
-        reason += f" (got {mistake['input']!r})"
+        reason += f" (got {repr(mistake['input'])[:80]})"
     return FedgraftError("E-CONFIG-VALUE", f"{key}: {reason}.", option=key, value=mistake["input"])
 
 

@@ -120,6 +120,9 @@ class PrivacyTable(Section):
     limit: float = Field(1.0, gt=0, description="secure: largest update of one coordinate; larger ones are clipped")
     threshold: int | None = Field(None, ge=2, description="secure: shares needed to undo a lost client's masks")
     degree: int | None = Field(None, ge=2, description="secure: others that hold a client's shares, in large cohorts")
+    smallest_group: int = Field(
+        5, ge=1, description="secure: fewest images of a class at a client that its sums of scores are about"
+    )
     dp: DifferentialPrivacyTable | None = Field(None, description="client-level differential privacy (a table)")
     aggregation: Literal["clear", "secure"] = Field(
         "clear", description="secure: the server sees only the sum of the updates"

@@ -28,6 +28,7 @@ from fedgraft.config.options import Config
 from fedgraft.consortium.site_faults import Finding, SiteFacts, findings
 from fedgraft.core.progress import counted
 from fedgraft.core.store import write_text
+from fedgraft.core.text import markdown_cell
 from fedgraft.data.pixels.rule import FORMATS, Source, Unreadable, Window, decode_image, open_original
 from fedgraft.data.pixels.store import ImageStore, cache_dir
 from fedgraft.data.sources.assemble import Dataset
@@ -396,5 +397,5 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
     """Return the lines of a Markdown table."""
     lines = []
     for row in [header, ["---"] * len(header), *rows]:
-        lines.append(f"| {' | '.join(map(str, row))} |")
+        lines.append(f"| {' | '.join(markdown_cell(str(cell)) for cell in row)} |")
     return lines

@@ -77,7 +77,7 @@ def parse_axis(text: str) -> Axis:
         return _range(key, scale, ends)
     try:
         values = tuple(tomllib.loads(f"x = [{values_text}]")["x"])
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         values = tuple(_parse_value(key, part.strip()) for part in values_text.split(","))
     return Axis(key, values)
 

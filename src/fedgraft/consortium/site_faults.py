@@ -141,6 +141,13 @@ def _class_names(sites: Sequence[SiteFacts]) -> Iterator[Finding]:
         if name in unclear:  # whether it is missing is known once the names are settled
             continue
         absent = [facts["site"] for facts in sites if facts["site"] not in present]
+        if absent and len(present) == 1:
+            yield Finding(
+                "lone_class",
+                present[0],
+                f"it alone has the class {name!r}: a secure sum does not hide what it adds to it; clipping and noise "
+                "of the clients do (privacy.dp with privacy.dp.noise_source=distributed)",
+            )
         if absent:
             yield Finding("missing_class", ", ".join(absent), f"no image of the class {name!r}, which others have")
 

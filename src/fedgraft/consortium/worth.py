@@ -26,6 +26,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted, phase
 from fedgraft.core.state import from_tensors
 from fedgraft.core.store import write_text
+from fedgraft.core.text import markdown_cell
 from fedgraft.local.forward_memory import images_at_once
 from fedgraft.metrics import raw
 from fedgraft.metrics.metrics import ERRORS, Metric, check_metric
@@ -246,7 +247,7 @@ def write_worth(folder: Path, results: Mapping[str, Sequence[Site]], title: str)
         lines += [verdicts, "", f"![{label(metric)} by site and model]({figure.name})", ""]
         lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
         for row in rows:
-            lines.append("| " + " | ".join(map(str, row.values())) + " |")
+            lines.append("| " + " | ".join(markdown_cell(str(value)) for value in row.values()) + " |")
         lines.append("")
         for site in sites:
             csv_rows.append(_csv_row(site, models, metric))

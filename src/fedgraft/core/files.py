@@ -165,6 +165,12 @@ def make_folder(path: Path, option: str) -> None:
         ) from error
 
 
+def make_private_folder(path: Path) -> None:
+    """Create a folder that only its owner can enter, with its parents; an existing one is closed to others."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.chmod(0o700)
+
+
 def drop_incomplete_line(path: Path) -> None:
     """Cut an incomplete last line off a text file, in place, so that the next one does not continue it."""
     if not path.is_file():

@@ -20,6 +20,7 @@ from torch import Tensor
 from fedgraft.core.errors import FedgraftError
 
 Scalar = int | float | str | bool
+_INTEGERS_END = 2**63  # integers of messages are smaller; larger ones overflow in arithmetic with floats
 HEADER_BYTES = 1 << 16
 """Longest header of a message whose size is limited: parsed JSON takes up to thirty times its bytes."""
 
@@ -272,14 +273,19 @@ def _check_types(message: Request | Response) -> None:
 
 def _check_field(message: Request | Response, name: str, kind: type) -> None:
     """Raise `BadMessage` unless the field of this name has exactly this type."""
-    if type(getattr(message, name)) is not kind:
+    value = getattr(message, name)
+    if type(value) is not kind:
         raise BadMessage(f"message field {name!r} is not of type {kind.__name__}")
+    if isinstance(value, int) and abs(value) >= _INTEGERS_END:
+        raise BadMessage(f"message field {name!r} has too many digits")
 
 
 def _check_values(values: Mapping[str, Any], allowed: Any, label: str) -> None:
     """Raise `BadMessage` unless all values have an allowed type; `label` names that type in the error."""
     if not all(isinstance(value, allowed) for value in values.values()):
         raise BadMessage(f"message carries a {label} that is not one")
+    if any(isinstance(value, int) and abs(value) >= _INTEGERS_END for value in values.values()):
+        raise BadMessage(f"message carries a {label} with too many digits")
 
 
 def _check_payload(payload: Payload) -> None:

@@ -77,6 +77,10 @@ class Federation:
             return 1.0
         return self.durations[client]
 
+    def takes_part_always(self, client: int) -> bool:
+        """Return whether a client is there before the first round and until the last one."""
+        return self.takes_part(client, 0) and self.takes_part(client, self.rounds)
+
     def rate(self, state: ServerState) -> float:
         """Return the learning rate of the coming round."""
         return self.schedule(state.round, self.rounds, state.losses)

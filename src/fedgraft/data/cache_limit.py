@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import make_private_folder
 
 LIMIT = "FEDGRAFT_CACHE_LIMIT"
 """The environment variable with the bound."""
@@ -65,11 +66,24 @@ def note_use(path: Path) -> None:
         (path / _USED).touch()
 
 
+def close_to_others() -> None:
+    """Make the cache's folder one that only this user can enter: decoded images and features are in it.
+
+    A folder that FEDGRAFT_CACHE names and that exists already is left as it is: somebody may share it on purpose.
+    """
+    folder = cache_dir()
+    if folder.exists() and os.environ.get("FEDGRAFT_CACHE"):
+        return
+    with contextlib.suppress(OSError):  # somebody else's folder; writing into it will say so
+        make_private_folder(folder)
+
+
 def make_room(needed: int, required: bool = True) -> None:
     """Remove entries that were not used for longest until `needed` more bytes fit into the bound.
 
     Where they cannot fit, raise an error if all of them are `required`.
     """
+    close_to_others()
     entries = cached_entries()
     used = sum(entry.bytes for entry in entries)
     limit = cache_limit(used)

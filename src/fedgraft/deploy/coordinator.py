@@ -329,7 +329,10 @@ def run_task(federation: FederationFolder, folder: Path, wait: float, **settings
 
 
 def with_clients(config: Config, nodes: int, names: Sequence[str] = ()) -> Config:
-    """Return the config with one client per node; replace the names of clients by their numbers, which nodes use."""
+    """Return the config with one client per node; replace the names of clients by their numbers, which nodes use.
+
+    With secure aggregation the clients add the noise of differential privacy, unless the config says who does.
+    """
     from fedgraft.config.load import validate
 
     numbers = {name: str(number) for number, name in enumerate(names)}
@@ -338,4 +341,10 @@ def with_clients(config: Config, nodes: int, names: Sequence[str] = ()) -> Confi
         partition[option] = [numbers.get(name, name) for name in partition[option]]
     for option in ("joins", "leaves"):
         partition[option] = {numbers.get(name, name): number for name, number in partition[option].items()}
-    return validate(config.table | {"partition": partition})
+    table = config.table | {"partition": partition}
+    dp = config.privacy.dp
+    hidden = config.privacy.aggregation == "secure"
+    if dp is not None and hidden and not dp.adaptive and "noise_source" not in dp.model_fields_set:
+        noise = config.table["privacy"]["dp"] | {"noise_source": "distributed"}  # nobody has to be trusted with it
+        table["privacy"] = config.table["privacy"] | {"dp": noise}
+    return validate(table)

@@ -37,7 +37,7 @@ def parse_config(text: str) -> Config:
     """Return the config of a run from its TOML text."""
     try:
         return validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise FedgraftError(
             "E-DEPLOY-CONFIG-TOML",
             f"the run's config is not valid TOML: {error}",
@@ -76,6 +76,7 @@ def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> 
     `source` is the format of `path`, empty: detected; `classes` empty: the data's own.
     """
     dataset = renamed(load_own(source, path), config.data.class_map)
+    classes = classes or config.data.class_names or ()
     if classes:
         dataset = Dataset(dataset.name, dataset.train.named(classes), dataset.test.named(classes))
     train_labels = np.asarray(dataset.train.labels)
@@ -108,7 +109,7 @@ def remote_data(
             source = config.data.source
         dataset = load_own(source, server_data)
     else:
-        dataset = empty_dataset(config, classes or _reported_classes(facts))
+        dataset = empty_dataset(config, classes or config.data.class_names or _reported_classes(facts))
     _check_classes(dataset.classes, facts)
     sizes = {client: int(reported["examples"]) for client, reported in facts.items()}
     digests = tuple(str(facts[client]["data"]) for client in sorted(facts))

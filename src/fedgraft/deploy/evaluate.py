@@ -9,6 +9,7 @@ weight trainable; its architecture, classes and preprocessing must be the federa
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from fedgraft.config.load import Config, from_folder, validate
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.state import ServerState, from_tensors
 from fedgraft.core.store import write_text
+from fedgraft.core.text import markdown_cell
 from fedgraft.deploy.deployed import wait_for_clients
 from fedgraft.metrics import scores
 from fedgraft.report.values import cell
@@ -103,7 +105,11 @@ def evaluate_on_nodes(
         "refused": {str(rejection.client): rejection.reason for rejection in rejections},
     }
     if responses:
-        sums = scores.merge_scores([validated_sums(response, len(classes)) for response in responses], len(classes))
+        if setup.algorithm.privacy.collects_sum:
+            clients = [response.client for response in responses]
+            sums = measure.hidden_sums(state.vector, int(time.time()) % 2**31, "test", clients)
+        else:
+            sums = scores.merge_scores([validated_sums(response, len(classes)) for response in responses], len(classes))
         result["pooled"] = report(sums, metric_names, classes)
         result |= tables(sums, metric_names)
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,4 +198,4 @@ def evaluation_table(result: Mapping[str, Any], names: Sequence[str]) -> list[st
 
 def _table_row(cells: Sequence[str]) -> str:
     """Return a row of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(map(markdown_cell, cells))} |"

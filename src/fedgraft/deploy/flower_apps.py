@@ -124,7 +124,9 @@ def _make_engine(grid: Any, config: Config, settings: Mapping[str, str]) -> Flow
 
     wait = float(settings.get("wait") or _DEFAULT_WAIT)
     least = minimum_answers(config, deployed=True)
-    patience = Patience(config.rounds.deadline, wait, least, config.rounds.enough)
+    patience = Patience(
+        config.rounds.deadline, wait, least, sum_needs=config.privacy.threshold, enough=config.rounds.enough
+    )
     if settings.get("task"):
         patience = replace(patience, least=1)
     members = _registered_members(settings.get("federation", ""))

@@ -190,7 +190,7 @@ def open_federation(path: Path) -> FederationFolder:
     try:
         table: dict[str, Any] = tomllib.loads(file.read_text())
         return FederationFolder(path.resolve(), str(table["host"]), tuple(map(str, table["nodes"])))
-    except (tomllib.TOMLDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         raise FedgraftError(
             "E-DEPLOY-FEDERATION-DAMAGED",
             f"{file} is damaged",

@@ -13,10 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,9 +28,10 @@ from fedgraft.client.action import RunPhase
 from fedgraft.client.actions import ACTIONS
 from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle_or_refuse
+from fedgraft.client.history import ModelHistory, RunRates
 from fedgraft.client.policy import Policy
 from fedgraft.config.agreement import policies_of
-from fedgraft.config.build import build_algorithm
+from fedgraft.config.build import budget, build_algorithm, build_schedule
 from fedgraft.config.load import Config
 from fedgraft.core.client_memory import ClientMemory, never_goes_back
 from fedgraft.core.device_choice import AUTO
@@ -44,8 +47,9 @@ from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, ser
 from fedgraft.local.memory import keep_freed_memory
 from fedgraft.runs.head_init import install
 from fedgraft.runs.open_run import OpenRun, open_run
+from fedgraft.runs.rates import with_default_rates
 from fedgraft.runs.saving import saved_edit
-from fedgraft.runs.setup import setup_of
+from fedgraft.runs.setup import RunSetup, setup_of
 
 log = logging.getLogger("fedgraft")
 
@@ -69,30 +73,35 @@ class NodeRun:
                 "start the node with the --id that the coordinator assigned",
                 client=self.client,
             )
+        require_agreed_classes(self.config, worker_request.classes)
         self.state = NodeState.from_environment()
-        self.owner_policy = self._read_owner_policy()
-        self.policies = agreed_policies(self.config, self.owner_policy, self.task)
+        self.owner_policies = self._read_owner_policies()
+        self.policies = agreed_with_all(self.config, self.owner_policies, self.task)
         data: OwnData | None = None
         if worker_request.data:
             data = own_data(config, worker_request.source, worker_request.data, worker_request.classes)
         self.setup = setup_of(config, data, for_training=False)
+        self.account = account_of_run(self.config)
         self.opened: OpenRun | None = None
+        self.first_model: Tensor | None = None
+        """The model before the first round, once the edit space is open."""
+        self.history: ModelHistory | None = None
         self.digest = ""
         """Digest of the tensors of the edit space that the server sent; empty before."""
         self.run_fingerprint = fingerprint_of_run(self.config, worker_request.classes, b"")
 
-    def _read_owner_policy(self) -> Policy | None:
-        """Return the owner's policy as it is in the file now; None without one."""
+    def _read_owner_policies(self) -> tuple[Policy, ...]:
+        """Return the owner's rules: as they are in the file now, and as they were when the node was started."""
         if self.state is None:
-            return None
-        return self.state.policy()
+            return ()
+        return self.state.policies()
 
     def _refresh_policies(self) -> None:
         """Read the owner's policy again: a stricter rule holds from the next request on."""
-        owner_policy = self._read_owner_policy()
-        if owner_policy != self.owner_policy:
-            self.owner_policy = owner_policy
-            self.policies = agreed_policies(self.config, owner_policy, self.task)
+        owner_policies = self._read_owner_policies()
+        if owner_policies != self.owner_policies:
+            self.owner_policies = owner_policies
+            self.policies = agreed_with_all(self.config, owner_policies, self.task)
 
     def answer(self, worker_request: WorkerRequest, slots: MutableMapping[str, bytes]) -> WorkerResponse:
         """Carry out one request and return the packed response; `slots` hold the client's memory.
@@ -192,6 +201,7 @@ class NodeRun:
         except (KeyError, ValueError, TypeError, IndexError, RuntimeError, AssertionError) as error:
             log.warning("client %d received a head or an edit space that does not fit: %r", self.client, error)
             raise Refused("the head or the edit space that was sent does not fit this network", "request") from error
+        self.first_model = self.opened.context.space.gather(self.setup.task.network)
         self.digest = worker_request.digest
         self.run_fingerprint = fingerprint_of_run(self.config, worker_request.classes, worker_request.opened)
 
@@ -201,10 +211,36 @@ class NodeRun:
         context.policies = self.policies
         context.replays = self.state is not None
         context.run_fingerprint = self.run_fingerprint
+        context.division = division_of(self.config)
+        context.account = self.account
+        context.history = self._history(request.run)
         context.noise_key = b""
         if permanent:
             context.noise_key = noise_key(permanent)
         return context
+
+    def _history(self, run: str) -> ModelHistory | None:
+        """Return what this node knows of the run's models; None where updates are not hidden, or nothing is stored."""
+        state = self.state
+        if state is None or not self.setup.algorithm.privacy.collects_sum:
+            return None
+        if self.history is None:
+            rates = None
+            if not self.task:
+                rates = rates_of_run(self.config, self.setup)
+            self.history = ModelHistory(
+                None,
+                rates,
+                self.config.rounds.norm_factor,
+                partial(state.store_models, run),
+                (),
+                state.load_models(run),
+            )
+        if self.opened is not None and not self.task:
+            self.history.origin = self.first_model
+        if self.owner_policies:
+            self.history.pinned = self.owner_policies[-1].models  # those with which the node was started
+        return self.history
 
     def _context_of(self, action_name: str) -> ClientContext:
         """Return the context in which an action of this name works: on the backbone, all weights, or the edit space."""
@@ -232,6 +268,66 @@ def fingerprint_of_run(config: Config, classes: Sequence[str], opened: bytes) ->
     return json.dumps([config.fingerprint, list(classes), hashlib.sha256(opened).hexdigest()])
 
 
+def require_agreed_classes(config: Config, classes: Sequence[str]) -> None:
+    """Refuse a run whose classes are not those of the agreed config, where it names them.
+
+    Under a class that nobody has, a row of the head is made of single images' features.
+    """
+    agreed = config.data.class_names
+    if agreed is not None and classes and tuple(classes) != tuple(agreed):
+        raise Refused("the run has other classes than the config that was agreed to", "classes")
+
+
+def rates_of_run(config: Config, setup: RunSetup) -> RunRates:
+    """Return what a node knows of a run's learning rates from its config.
+
+    Rates that the config leaves open are measured by the server; a node allows them within a range around the defaults.
+    """
+    open_rate = config.local.lr is None
+    algorithm = with_default_rates(setup.algorithm, from_random=config.head == "random")
+    schedule = build_schedule(config, algorithm.lr)
+    doubled = build_schedule(config, 2 * algorithm.lr)
+    total = config.rounds.total
+    proportional = config.schedule.kind != "plateau"
+    for round in range(total):
+        proportional = proportional and math.isclose(doubled(round, total, ()), 2 * schedule(round, total, ()))
+    return RunRates(
+        schedule,
+        total,
+        algorithm.lr,
+        open_rate,
+        algorithm.local.head_lr,
+        config.local.head_lr is None,
+        max(1.0, config.trainable.match_norm or 1.0),
+        proportional or (not open_rate and config.schedule.kind != "plateau"),
+    )
+
+
+def division_of(config: Config) -> str:
+    """Return the identity of how a config divides a node's images into training and validation."""
+    division = [config.seed, config.data.model_dump_json(), config.partition.model_dump_json()]
+    return hashlib.sha256(json.dumps(division).encode()).hexdigest()[:16]
+
+
+def account_of_run(config: Config) -> tuple[float, float] | None:
+    """Return epsilon and delta of a whole run of this config; None if it has no differential privacy."""
+    account = budget(config, build_algorithm(config), config.rounds.total)
+    if account is None:
+        return None
+    return account.epsilon, account.delta
+
+
+def agreed_with_all(config: Config, owners: Sequence[Policy], task: str = "") -> tuple[Policy, ...]:
+    """Return the policies of a run under several policies of the owner, as `agreed_policies` does for one."""
+    first, *others = owners or (None,)
+    policies = list(agreed_policies(config, first, task))
+    for owner in others:
+        for policy in agreed_policies(config, owner, task):
+            if policy not in policies:
+                policies.append(policy)
+    return tuple(policies)
+
+
 def agreed_policies(config: Config, owner: Policy | None, task: str = "") -> tuple[Policy, ...]:
     """Return the policies of a run: what its config implies, and the owner's (None: there is none).
 
@@ -246,7 +342,7 @@ def agreed_policies(config: Config, owner: Policy | None, task: str = "") -> tup
     owner_allows = owner is not None and "evaluate" in owner.actions
     if algorithm.privacy.answers_only_accounted and not owner_allows:
         raise Refused("the run is private, and no noise covers an evaluation", "actions")
-    implied = Policy(secure=algorithm.privacy.collects_sum, in_the_clear=("evaluate",), actions=("evaluate",))
+    implied = Policy(secure=algorithm.privacy.collects_sum, in_the_clear=("evaluate",), actions=("evaluate", "scores"))
     if owner is None:
         return (implied,)
     if not owner.agrees(config.fingerprint):
@@ -337,7 +433,7 @@ class NodeWorker:
         """Answer a greeting with the facts of the node's data, if its policy agrees to the config."""
         state = NodeState.from_environment()
         if state is not None:
-            agreed_policies(parse_config(worker_request.config), state.policy(), worker_request.task)
+            agreed_with_all(parse_config(worker_request.config), state.policies(), worker_request.task)
             state.load(worker_request.client)  # refuses another client number than the key is bound to
         if not worker_request.data:  # all is known already: build the run before the first request needs it
             self._run(worker_request)

@@ -17,13 +17,15 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fedgraft.client.ledger import DataLedger
 from fedgraft.client.policy import Policy, parse
-from fedgraft.core.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.files import make_private_folder
 from fedgraft.core.messages import BadMessage, Request, as_bytes, pack, unpack
 from fedgraft.core.store import write_atomic
 from fedgraft.deploy import audit
 from fedgraft.deploy.keys import node_identity, short_identity
-from fedgraft.deploy.process import NODE_STATE_VARIABLE
+from fedgraft.deploy.process import NODE_STATE_VARIABLE, PINNED_POLICY
 from fedgraft.deploy.work_store import WorkStore, work_name
 from fedgraft.engines.flower.node_link import WorkerRequest
 from fedgraft.privacy.secagg.client import as_tensor
@@ -58,11 +60,60 @@ class NodeState:
         return self.home / "ledger"
 
     def policy(self) -> Policy | None:
-        """Return the owner's rules; None if there is no policy."""
+        """Return the owner's rules as they are in the file now; None if there is no policy.
+
+        Raise `Refused` if the node was started with a policy and it is gone.
+        """
         path = self.home.parent / "policy.toml"
         if not path.is_file():
+            if (self.home / PINNED_POLICY).is_file():
+                raise Refused("the policy with which this node was started is gone: it answers nothing", "policy")
             return None
         return parse(path.read_text(), str(path))
+
+    def policies(self) -> tuple[Policy, ...]:
+        """Return all rules in force: those in the file, and those with which the node was started.
+
+        So a policy can become stricter while the node runs, and weaker only when its owner starts the node anew.
+        """
+        policies: list[Policy] = []
+        present = self.policy()
+        if present is not None:
+            policies.append(present)
+        pinned = self.home / PINNED_POLICY
+        if pinned.is_file():
+            first = parse(pinned.read_text(), str(pinned))
+            if first not in policies:
+                policies.append(first)
+        return tuple(policies)
+
+    def load_models(self, run: str) -> dict[str, Tensor]:
+        """Return what the node remembers of the models of a run; {} if it has not trained in it, or the file is cut.
+
+        Without it a model is held against the run's first one.
+        """
+        path = self._models(run)
+        if not path.is_file():
+            return {}
+        try:
+            return dict(unpack(Request, path.read_bytes()).auxiliary)
+        except BadMessage:
+            raise FedgraftError(
+                "E-DEPLOY-MODELS-DAMAGED",
+                f"{path} is damaged, and this node no longer knows which models it trained",
+                "restore it from a backup",
+                path=str(path),
+            ) from None
+
+    def store_models(self, run: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write what the node remembers of the models of a run; it is on disk when this returns."""
+        path = self._models(run)
+        make_private_folder(path.parent)
+        write_atomic(path, [pack(Request(run, 0, 0, "models", auxiliary=tensors))], mode=0o600)
+
+    def _models(self, run: str) -> Path:
+        """Return the file with what the node remembers of the models of a run."""
+        return self.home / "models" / hashlib.sha256(run.encode()).hexdigest()[:16]
 
     def work_store(self, worker_request: WorkerRequest, seconds: float = 60.0) -> WorkStore | None:
         """Return where the work on a request is kept, under the owner's present rules; None without a key.
@@ -86,19 +137,17 @@ class NodeState:
         identity = self._identity(permanent)
         return permanent | {"identity": as_tensor(identity.to_bytes())}
 
+    def data_ledger(self) -> DataLedger:
+        """Return the ledger of the node's data, for its owner; an empty one if nothing was answered yet."""
+        if not self.ledger.is_file():
+            return DataLedger()
+        return DataLedger.of(self._unpack_ledger().auxiliary)
+
     def _read_ledger(self, client: int) -> dict[str, Tensor]:
         """Return the contents of the ledger; empty if there is none yet."""
         if not self.ledger.is_file():
             return {}
-        try:
-            stored = unpack(Request, self.ledger.read_bytes())
-        except BadMessage:
-            raise FedgraftError(
-                "E-DEPLOY-LEDGER-DAMAGED",
-                f"the ledger {self.ledger} is damaged",
-                "restore it from a backup, or make a new key",
-                path=str(self.ledger),
-            ) from None
+        stored = self._unpack_ledger()
         if stored.client != client:
             raise FedgraftError(
                 "E-DEPLOY-KEY-BOUND",
@@ -109,6 +158,18 @@ class NodeState:
             )
         return dict(stored.auxiliary)
 
+    def _unpack_ledger(self) -> Request:
+        """Return the message that the file of the ledger is; refuse a damaged one."""
+        try:
+            return unpack(Request, self.ledger.read_bytes())
+        except BadMessage:
+            raise FedgraftError(
+                "E-DEPLOY-LEDGER-DAMAGED",
+                f"the ledger {self.ledger} is damaged",
+                "restore it from a backup, or make a new key",
+                path=str(self.ledger),
+            ) from None
+
     def _identity(self, permanent: Mapping[str, Tensor]) -> Identity:
         """Return the identity derived from the key, with the peers of the ledger and those that the owner pinned."""
         identity = Identity(b"")
@@ -118,9 +179,8 @@ class NodeState:
             identity.private = node_identity(self.key)
         elif not identity.private:
             identity = Identity.fresh()
-        policy = self.policy()
         identity.known.update(pinned_peers(self.home.parent))
-        identity.closed = policy is not None and policy.pinned_peers
+        identity.closed = any(policy.pinned_peers for policy in self.policies())
         return identity
 
     def store(self, client: int, permanent: Mapping[str, Tensor], previous: Mapping[str, Tensor]) -> None:

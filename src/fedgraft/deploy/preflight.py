@@ -15,14 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from fedgraft.client.ledger import DataLedger, Rows, question_digest
 from fedgraft.client.policy import Policy, count_request
 from fedgraft.config.federate import federate
 from fedgraft.config.load import Config
 from fedgraft.consortium.preflight import MINIMUM, shared_images, site_facts
 from fedgraft.consortium.site_faults import FAULTS
-from fedgraft.core.client_memory import LEDGER
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, as_bytes
 from fedgraft.core.store import write_text
@@ -51,17 +50,18 @@ def answer_preflight(worker_request: WorkerRequest, request: Request) -> bytes:
     """
     config = parse_config(worker_request.config)
     state = NodeState.from_environment()
-    policy = None
-    permanent: dict[str, Tensor] = {}
+    policies: tuple[Policy, ...] = ()
+    permanent: ClientMemory = {}
     identity = Identity.fresh()
     if state is not None:
-        policy = state.policy()
+        policies = state.policies()
         permanent = state.load(worker_request.client)
         identity = Identity.from_bytes(as_bytes(permanent["identity"]))
-    ledger = b""
-    if LEDGER in permanent:
-        ledger = as_bytes(permanent[LEDGER])
-    ledger = _authorize(request, config, policy or Policy(), ledger)
+    ledger = DataLedger.of(permanent)
+    days = ledger.days
+    for policy in policies or (Policy(),):
+        ledger.days = days  # counted once, whatever the number of policies
+        _authorize(request, config, policy, ledger)
     private = derive_key(identity.private, context(ACTION, config.digest))
     answer: dict[str, Any]
     if "keys" not in request.settings:
@@ -69,24 +69,29 @@ def answer_preflight(worker_request: WorkerRequest, request: Request) -> bytes:
         if state is not None:
             answer["key"] = _signed_key(private, identity, config, worker_request.client)
     else:
-        answer = _report_facts(worker_request, str(request.settings["keys"]), config, policy, identity, private)
+        answer = _report_facts(worker_request, str(request.settings["keys"]), config, policies, identity, private)
     if state is not None:
-        updated = {**permanent, "identity": as_tensor(identity.to_bytes())}
-        if ledger:
-            updated[LEDGER] = as_tensor(ledger)
+        updated = ledger.write({**permanent, "identity": as_tensor(identity.to_bytes())})
         state.store(worker_request.client, updated, permanent)
         state.record_first_use_trust(request, permanent, updated)
     return json.dumps(answer).encode()
 
 
-def _authorize(request: Request, config: Config, policy: Policy, ledger: bytes) -> bytes:
-    """Return the ledger with this request counted; raise `Refused` if the owner's rules do not allow it."""
+def _authorize(request: Request, config: Config, policy: Policy, ledger: DataLedger) -> None:
+    """Write this request into the ledger; raise `Refused` if the owner's rules do not allow it."""
+    ledger.require_newest()
     if request.action != ACTION:  # the rules apply to what is reported, not to the name in the request
         raise Refused(f"a preflight was requested under the name {request.action[:40]!r}", "actions")
     if request.run != config.digest or not policy.agrees(config.fingerprint):
         raise Refused("the request belongs to a run that the owner did not agree to", "config")
     policy.check_action(request)
-    return count_request(policy, request, ledger)
+    ledger.days = count_request(policy, request, ledger.days.encode()).decode()
+    if "keys" in request.settings:
+        settings = {"config": config.fingerprint}  # the keys of peers change nothing of what is reported
+        question = question_digest(ACTION, settings, Request(request.run, 0, 0, ACTION))
+        rows = Rows("train", "all")
+        ledger.check_question(rows, question, "", policy.queries)
+        ledger.record_question(rows, question, "")
 
 
 def _signed_key(private: bytes, identity: Identity, config: Config, client: int) -> str:
@@ -100,7 +105,7 @@ def _report_facts(
     worker_request: WorkerRequest,
     keys: str,
     config: Config,
-    policy: Policy | None,
+    policies: Sequence[Policy],
     identity: Identity,
     private: bytes,
 ) -> dict[str, Any]:
@@ -109,11 +114,9 @@ def _report_facts(
     `keys` are the signed keys of all nodes as JSON, `private` is this node's key of the preflight. `identity` pins new
     peers.
     """
-    minimum = MINIMUM
-    if policy is not None:
-        minimum = max(MINIMUM, policy.least_images)
+    minimum = max([MINIMUM, *(policy.least_images for policy in policies)])
     dataset, rows = _node_images(config, worker_request)
-    facts, digests = site_facts("", dataset, rows, minimum, policy is not None, config.data.grey_window)
+    facts, digests = site_facts("", dataset, rows, minimum, bool(policies), config.data.grey_window)
     if facts["images"] < minimum:
         raise Refused(f"the facts would be about fewer than {minimum} images", "least_images")
     agree = agreement(private)

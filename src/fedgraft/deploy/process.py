@@ -25,6 +25,8 @@ NODE_STATE_VARIABLE = "FEDGRAFT_NODE_STATE"
 """Environment variable with the node's home: ledger and audit log are in it, the owner's policy beside it."""
 FINISHED_ANSWER = "work/answer"
 """File below a node's home with a finished answer that the server does not have yet (`work_store`)."""
+PINNED_POLICY = "policy.pinned"
+"""File in a node's home: the owner's policy as it was when the node was started."""
 _IGNORED_VARIABLES = ("FORWARDED_ALLOW_IPS", "WEB_CONCURRENCY")
 _IGNORED_PREFIXES = ("FLWR_", "UVICORN_")
 
@@ -117,7 +119,13 @@ def spawn(
     environment.update(variables or {})
     with log.open("ab") as file:
         return subprocess.Popen(
-            arguments, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            arguments,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            umask=0o077,  # whatever these processes write is for this user only
         )
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import make_private_folder
+from fedgraft.core.store import write_atomic
 from fedgraft.deploy import process as processes
 from fedgraft.deploy.control import require_flower
 from fedgraft.deploy.door_paths import KEY_IN_USE
@@ -97,6 +99,15 @@ class NodeOptions:
                 path=str(self.data),
             )
 
+    def pin_policy(self) -> None:
+        """Remember the owner's policy as it is now: while the node runs it may become stricter only."""
+        pinned = self.home / processes.PINNED_POLICY
+        policy = self.home.parent / "policy.toml"
+        if policy.is_file():
+            write_atomic(pinned, [policy.read_bytes()], mode=0o600)
+        else:
+            pinned.unlink(missing_ok=True)
+
     def command(self) -> list[str]:
         """Return the command that starts the node."""
         command = [sys.executable, "-m", "fedgraft.deploy.node_loop", "--superlink", self.superlink]
@@ -109,7 +120,8 @@ class NodeOptions:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the node with its output in the log of its home; it ends with this process."""
-        self.home.mkdir(mode=0o700, exist_ok=True)
+        make_private_folder(self.home)
+        self.pin_policy()
         variables = {processes.NODE_STATE_VARIABLE: str(self.home)}
         return processes.spawn(self.command(), self.home, self.log, bound=True, variables=variables)
 

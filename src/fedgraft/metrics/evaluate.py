@@ -19,7 +19,7 @@ from fedgraft.core.device import Device, evaluation_precision, fetch, inputs_on
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.local.forward_memory import images_at_once
-from fedgraft.metrics.scores import count_scores, merge_scores, true_class_rank
+from fedgraft.metrics.scores import LOSS_LIMIT, count_scores, merge_scores, true_class_rank
 
 TOP_K = 5
 """An image counts for `top5` if its class is among this many highest scores."""
@@ -80,10 +80,12 @@ def evaluate_with_sums(
     batch_size: int = EVALUATION_BATCH,
     threads: int = 1,
     scores: bool = True,
+    largest_loss: float = LOSS_LIMIT,
 ) -> tuple[Evaluation, dict[str, Tensor]]:
     """Return loss and accuracies on these rows, and the sums of `metrics.scores` by name ({} if `scores` is false).
 
     The network is left in evaluation mode. `threads` work on batches without changing the bits, as in `evaluate`.
+    In the sums an image's loss counts up to `largest_loss`.
     """
     network.eval()
     batches = rows.split(images_at_once(network, examples.entry, batch_size))
@@ -95,7 +97,7 @@ def evaluate_with_sums(
 
         def measure(batch: Tensor) -> _BatchResult:
             """Return the counts of one batch of rows, and report it as progress."""
-            result = _evaluate_batch(network, examples, batch, scores)
+            result = _evaluate_batch(network, examples, batch, scores, largest_loss)
             progress.advance(len(batch))
             return result
 
@@ -138,7 +140,9 @@ def evaluation_of(sums: Mapping[str, Tensor]) -> Evaluation:
 
 
 @torch.inference_mode()
-def _evaluate_batch(network: Network, examples: Examples, rows: Tensor, scores: bool) -> _BatchResult:
+def _evaluate_batch(
+    network: Network, examples: Examples, rows: Tensor, scores: bool, largest_loss: float
+) -> _BatchResult:
     """Return the counts of one batch of rows, with the sums of `metrics.scores` if `scores` is true."""
     labels = examples.labels[rows]
     inputs = inputs_on(Device.of(network), examples, rows)
@@ -150,5 +154,5 @@ def _evaluate_batch(network: Network, examples: Examples, rows: Tensor, scores: 
     loss = float(cross_entropy(logits, labels, reduction="sum"))
     sums: dict[str, Tensor] = {}
     if scores:
-        sums = count_scores(logits, labels, network.classes)
+        sums = count_scores(logits, labels, network.classes, largest_loss)
     return _BatchResult(loss, correct, within_top_k, sums)

@@ -167,9 +167,9 @@ def reliability(sums: Mapping[str, Tensor]) -> list[ReliabilityBin]:
     """Return the reliability curve: the bins of confidence that have images, in order."""
     curve = []
     for n, confidence_sum, correct in sums["calibration"].cpu().double().numpy().T:
-        share = _share(correct, n)
-        if share is not None:
-            curve.append(ReliabilityBin(float(confidence_sum / n), share))
+        accuracy = share(correct, n)
+        if accuracy is not None:
+            curve.append(ReliabilityBin(float(confidence_sum / n), accuracy))
     return curve
 
 
@@ -211,7 +211,7 @@ def check_metric(metric: str, names: Sequence[str]) -> None:
         )
 
 
-def _share(hits: float, n: float) -> Metric | None:
+def share(hits: float, n: float) -> Metric | None:
     """Return the share of `hits` among `n` images as a metric, None without images."""
     if n <= 0:
         return None
@@ -232,7 +232,7 @@ def _share_metrics(
     predicted = confusion.sum(0)
     n = confusion.sum()
     present = size > 0
-    metrics = {"accuracy": _share(hits.sum(), n), "top5": _share(sums["top5"][0], n)}
+    metrics = {"accuracy": share(hits.sum(), n), "top5": share(sums["top5"][0], n)}
     metrics["balanced_accuracy"] = _mean_metric(
         values["sensitivity:"][present],
         intervals.wilson(hits[present], size[present]),
@@ -241,8 +241,8 @@ def _share_metrics(
         "%",
     )
     for i, name in enumerate(names):
-        metrics[f"sensitivity:{name}"] = _share(hits[i], size[i])
-        metrics[f"specificity:{name}"] = _share(n - size[i] - predicted[i] + hits[i], n - size[i])
+        metrics[f"sensitivity:{name}"] = share(hits[i], size[i])
+        metrics[f"specificity:{name}"] = share(n - size[i] - predicted[i] + hits[i], n - size[i])
     return metrics
 
 

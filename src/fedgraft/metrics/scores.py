@@ -112,15 +112,18 @@ class ImageScores(NamedTuple):
 
 
 @torch.no_grad()
-def score_images(logits: Tensor, labels: Tensor, classes: int) -> ImageScores:
-    """Return what each image adds to the sums, from logits (n, C) and labels (n,)."""
+def score_images(logits: Tensor, labels: Tensor, classes: int, largest_loss: float = LOSS_LIMIT) -> ImageScores:
+    """Return what each image adds to the sums, from logits (n, C) and labels (n,).
+
+    Losses count up to `largest_loss`.
+    """
     _check_inputs(logits, labels, classes)
     labels = labels.cpu().long()
     clean = _clean_logits(logits)
     true_score = clean.gather(1, labels[:, None])  # (n, 1)
     log_total = clean.logsumexp(1)  # (n,)
     confidence = (clean.max(1).values - log_total).exp().clamp(max=1.0)
-    loss = torch.where(_has_finite_maximum(logits), log_total - true_score[:, 0], LOSS_LIMIT).clamp(0.0, LOSS_LIMIT)
+    loss = torch.where(_has_finite_maximum(logits), log_total - true_score[:, 0], LOSS_LIMIT).clamp(0.0, largest_loss)
     return ImageScores(
         labels=labels,
         prediction=predicted_classes(logits),
@@ -154,9 +157,12 @@ def sum_scores(images: ImageScores, classes: int) -> dict[str, Tensor]:
     }
 
 
-def count_scores(logits: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
-    """Return the sums over these images that the module's text lists, by name, from logits (n, C) and labels (n,)."""
-    return sum_scores(score_images(logits, labels, classes), classes)
+def count_scores(logits: Tensor, labels: Tensor, classes: int, largest_loss: float = LOSS_LIMIT) -> dict[str, Tensor]:
+    """Return the sums over these images that the module's text lists, by name, from logits (n, C) and labels (n,).
+
+    An image's loss counts up to `largest_loss`.
+    """
+    return sum_scores(score_images(logits, labels, classes, largest_loss), classes)
 
 
 def merge_scores(parts: Iterable[Mapping[str, Tensor]], classes: int) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import numpy_stream
+from fedgraft.core.text import markdown_cell
 
 _RESAMPLES = 10_000
 _LATEX = {sign: f"\\{sign}" for sign in "%_&#${}"} | {
@@ -171,7 +172,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
 
 def _markdown_row(cells: Sequence[object]) -> str:
     """Return one row of a Markdown table, with `|` escaped."""
-    return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"
+    return "| " + " | ".join(markdown_cell(str(cell)) for cell in cells) + " |"
 
 
 def latex_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

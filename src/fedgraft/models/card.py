@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fedgraft.core.text import markdown_cell
+
 _PATH = re.compile(r"(?<![\w/.:])(?:~|[A-Za-z]:)?(?:[/\\][\w.@-]+)+[/\\]?")
 
 _LOAD = """```python
@@ -97,5 +99,5 @@ def _table(values: Mapping[str, object]) -> str:
     for name, value in values.items():
         if isinstance(value, float):
             value = f"{value:.4g}"
-        lines.append(f"| {name} | {value} |")
+        lines.append(f"| {markdown_cell(str(name))} | {markdown_cell(str(value))} |")
     return "\n".join(lines)

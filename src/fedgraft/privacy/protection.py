@@ -160,6 +160,8 @@ class SumOptions:
     """Shares needed to open a lost client's masks; None: two thirds of the holders."""
     degree: int | None = None
     """Neighbours of a client in large cohorts; None: everyone."""
+    smallest_group: int = 5
+    """Fewest images of a class at a client that it adds to sums of scores; it leaves smaller classes out."""
 
     def degree_among(self, clients: int) -> int | None:
         """Return the degree in a cohort of so many clients; None: everyone holds shares of everyone."""
@@ -543,11 +545,15 @@ CLEAR = Clear()
 
 
 def secure(
-    algorithm: Algorithm, limit: float = 1.0, threshold: int | None = None, degree: int | None = None
+    algorithm: Algorithm,
+    limit: float = 1.0,
+    threshold: int | None = None,
+    degree: int | None = None,
+    smallest_group: int = 5,
 ) -> Algorithm:
     """Return the algorithm under secure aggregation; the options are those of `SumOptions`."""
     current = algorithm.privacy
-    options = SumOptions(limit, threshold, degree)
+    options = SumOptions(limit, threshold, degree, smallest_group)
     strategy: Privacy
     if isinstance(current, Private):
         kind = SharedNoise if current.dp.distributed else SecureAndPrivate

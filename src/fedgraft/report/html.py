@@ -20,6 +20,7 @@ from typing import Any
 
 from fedgraft.core.files import json_ready
 from fedgraft.core.store import write_atomic
+from fedgraft.core.text import csv_cell
 from fedgraft.report.values import NONE, format_value
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}
@@ -218,6 +219,7 @@ def rows_csv(rows: Rows) -> str:
         columns |= dict.fromkeys(row)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer.writerow({name: csv_cell(name) for name in columns})
+    for row in rows:
+        writer.writerow({name: csv_cell(value) if isinstance(value, str) else value for name, value in row.items()})
     return text.getvalue()

@@ -101,7 +101,7 @@ def read_config(folder: RunRecord) -> dict[str, Any]:
     """Return the resolved config of a run as plain tables."""
     try:
         return tomllib.loads(folder.config_text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         path = folder.path / "config.toml"
         raise FedgraftError(
             "E-REPORT-DAMAGED-CONFIG", f"{path} is damaged ({error})", "leave this run out", path=str(path)

@@ -187,6 +187,27 @@ class LocalScorer:
         return measured
 
 
+class HiddenScorer:
+    """Measures heads on images that the clients hold out, by secure sums of rounded counts."""
+
+    def __init__(self, sums: Sums) -> None:
+        self.sums = sums
+        self.count = 1
+        self.measured: dict[bytes, list[tuple[float, float]]] = {}
+        """Results by heads: clients answer each question once."""
+
+    def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
+        """Return (accuracy, loss) of each head over the images of all clients."""
+        stacked = torch.stack(list(heads)).double()
+        key = stacked.numpy().tobytes()
+        if key not in self.measured:
+            sums = self.sums.ask(action_named("head_counts"), settings={"models": len(heads)}, heads=stacked)
+            evaluations = mean_counts(sums["counts"], "validation")
+            self.count = max(1, evaluations[0].count)
+            self.measured[key] = [(evaluation.accuracy, evaluation.loss) for evaluation in evaluations]
+        return self.measured[key]
+
+
 class RemoteScorer:
     """Measures heads on images that the clients hold out; only counts and sums of losses come back."""
 
@@ -228,6 +249,11 @@ def sum_counts(responses: Sequence[Response], example_counts: ExampleCounts, spl
     total = torch.zeros(1, 4).double()
     for response in responses:
         total = total + response.sums["counts"] * weights[response.client]
+    return mean_counts(total, split)
+
+
+def mean_counts(total: Tensor, split: str) -> list[Evaluation]:
+    """Return the evaluation of each model from counts (models, 4) over all clients; `split` names the images."""
     if not total[0, 3]:
         raise no_images_error(split)
     evaluations = []
@@ -342,6 +368,9 @@ def _scorer(setup: RunSetup, engines: Engines) -> HeadScorer:
     data = setup.task.data
     context = setup.backbone_context
     if data.blind:
+        if setup.algorithm.privacy.collects_sum:
+            always = [client for client in setup.federation.members if setup.federation.takes_part_always(client)]
+            return HiddenScorer(engines.sums(context, always))
         engine = engines.preparing(context)
         return RemoteScorer(engine, setup.federation.run, setup.federation.founders, example_counts_of(data))
     rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]

@@ -48,6 +48,9 @@ from fedgraft.server.round import RoundSummary, run_round
 
 log = logging.getLogger("fedgraft")
 
+UNMEASURED = ("E-SERVER-SUM-ABORTED", "E-SERVER-SUM-COHORT")
+"""Codes of errors after which a round has no measurement: clients that were in earlier secure sums are not there."""
+
 Build = Callable[[bytes], tuple[RunSetup, Remote | None]]
 """Makes the setup of a run from the run's secret, and the engine of clients on other machines, if they are there."""
 Arrivals = Callable[[int], Sequence[tuple[int, bool]]]
@@ -444,7 +447,13 @@ class _Run:
         configured.
         """
         began = time.perf_counter()
-        measurement = self.measure.validation(state.vector, state.round)
+        try:
+            measurement = self.measure.validation(state.vector, state.round)
+        except FedgraftError as error:
+            if error.code not in UNMEASURED:
+                raise
+            log.warning("round %d is not measured: %s", state.round, error)
+            return state
         line |= self.measure.metrics_entries(measurement)
         best = self.tally.best
         score = self.measure.score(measurement)
@@ -472,7 +481,12 @@ class _Run:
         delivered = state.vector if best is None else best
         tested: dict[str, Any] = {}
         if self.config.rounds.test:
-            tested = self.measure.summarise_test(delivered, state.round)
+            try:
+                tested = self.measure.summarise_test(delivered, state.round)
+            except FedgraftError as error:
+                if error.code not in UNMEASURED:
+                    raise
+                log.warning("the delivered model is not tested: %s", error)
         lines = self.record.metrics()
         summary = summary_of(self.setup, self.opened, state, self.tally.best, lines)
         summary |= tested

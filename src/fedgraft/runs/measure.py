@@ -23,7 +23,7 @@ from fedgraft.core.protocols import Examples
 from fedgraft.core.state import ServerState
 from fedgraft.metrics import metrics, scores
 from fedgraft.metrics.evaluate import Evaluation, evaluate_with_sums, evaluation_of
-from fedgraft.runs.head_init import no_images_error, sum_counts
+from fedgraft.runs.head_init import mean_counts, no_images_error, sum_counts
 from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.setup import RunSetup
 from fedgraft.server.collect import Engine
@@ -55,6 +55,9 @@ class Measure:
     """Metrics to compute; None: those of the config."""
     summed: dict[str, Measurement] = field(default_factory=dict)
     """The latest sums for metrics that secure aggregation opened, by the split and the model."""
+
+    in_sums: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The clients over which secure sums about a split are, by the split."""
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -173,8 +176,8 @@ class Measure:
         federation = self.setup.federation
         candidates = federation.evaluated if split == "test" else federation.members
         clients = [client for client in candidates if federation.takes_part(client, round)]
-        if self.needs_sums and self.setup.algorithm.privacy.collects_sum:
-            return self._measure_by_hidden_sum(vector, round, split, clients)
+        if self.setup.algorithm.privacy.collects_sum:
+            return self._measure_by_hidden_sum(vector, round, split, candidates)
         classes = self.setup.task.network.classes
         settings: dict[str, Scalar] = {"split": split, "scores": self.needs_sums}
         requests = []
@@ -193,24 +196,43 @@ class Measure:
         return Measurement(plain, scores.merge_scores(sums, classes))
 
     def _measure_by_hidden_sum(self, vector: Tensor, round: int, split: str, clients: Sequence[int]) -> Measurement:
-        """Return the common model's measurement by a secure sum of these clients' scores on the split; it is cached.
+        """Return the common model's measurement by a secure sum over the clients on the split; it is cached.
 
-        `round` numbers the sum, which clients serve once.
+        The sum is about scores where metrics need them, else about counts. `round` numbers it, because clients serve
+        each number once. Clients refuse sums about the same images over other clients than before: asked are those that
+        are there in every round, and later on those that were in the first sum.
         """
         key = split + hashlib.sha256(vector.numpy().tobytes()).hexdigest()
         if key in self.summed:  # a round without a step: clients give the same sum only once
             return self.summed[key]
-        setup = self.setup
-        asking = Sums(self.engine.exchange, setup.federation.run, clients, setup.task.network, setup.algorithm.privacy)
+        always = [client for client in clients if self.setup.federation.takes_part_always(client)]
+        clients = self.in_sums.get(split, tuple(always))
         # Clients serve each number once, and a resumed run repeats it.
-        asking.sums_requested = 2 * round + (split == "test")
-        sums = asking.ask(action_named("scores"), vector, {"split": split})
-        if not sums["confusion"].sum():
-            raise no_images_error(split)
+        number = 2 * round + (split == "test")
+        sums = self.hidden_sums(vector, number, split, clients, "scores" if self.needs_sums else "counts")
+        if self.needs_sums:
+            if not sums["confusion"].sum():
+                raise no_images_error(split)
+            measurement = Measurement(evaluation_of(sums), sums)
+        else:
+            measurement = Measurement(mean_counts(sums["counts"], split)[0], {})
         self.summed.clear()
-        measurement = Measurement(evaluation_of(sums), sums)
         self.summed[key] = measurement
         return measurement
+
+    def hidden_sums(
+        self, vector: Tensor, number: int, split: str, clients: Sequence[int], action: str = "scores"
+    ) -> dict[str, Tensor]:
+        """Return what a secure sum over these clients says of a model: the sums of `metrics.scores`, or of counts.
+
+        `number` is that of the sum among those of its action; clients serve each number once.
+        """
+        setup = self.setup
+        asking = Sums(self.engine.exchange, setup.federation.run, clients, setup.task.network, setup.algorithm.privacy)
+        asking.sums_requested = number
+        sums = asking.ask(action_named(action), vector, {"split": split})
+        self.in_sums[split] = asking.clients
+        return sums
 
     def _score_fields(self, prefixes: Sequence[str]) -> tuple[dict[str, Field], Callable[[Response], str]]:
         """Return the expected form of the sums for metrics, and a check of their plausibility.
@@ -255,7 +277,8 @@ class Measure:
             "finetune_batch": options.finetune_batch,
             "lr": options.finetune_lr,
         }
-        if self.metric_names:
+        shows_scores = bool(self.metric_names) and not self.setup.algorithm.privacy.collects_sum
+        if shows_scores:
             settings["scores"] = True
         common_tensors = self.setup.algorithm.aggregate.request_tensors(state)
         requests = []
@@ -273,22 +296,29 @@ class Measure:
                 self.example_counts.note(request.client, {"test images": len(data.test_rows(request.client))})
         is_finetuned = bool(options.finetune_epochs)
         prefixes: list[str] = []
-        if self.metric_names:
+        if shows_scores:
             prefixes.append("")
             if is_finetuned:
                 prefixes.append(FINETUNED)
         fields, implausible = self._score_fields(prefixes)
-        expected = expected_evaluation(requests, self.example_counts, is_finetuned, fields, implausible)
+        with_loss = not self.setup.algorithm.privacy.collects_sum
+        expected = expected_evaluation(requests, self.example_counts, is_finetuned, fields, implausible, with_loss)
         accepted, rejections = validate_responses(self.engine.exchange(requests), expected)
         log_rejections(rejections, "evaluate")
         responses = [item.response for item in accepted if item.response.metrics["count"]]
         return responses, rejections
 
     def each(self, responses: Sequence[Response]) -> dict[str, Any]:
-        """Return the metrics of each response by client name; those after fine-tuning begin with "finetuned_"."""
+        """Return the metrics of each response by client name; those after fine-tuning begin with "finetuned_".
+
+        Where updates are hidden in sums a client shows right answers only, so there is no metric but accuracy.
+        """
         classes = self.classes
         by_client: dict[str, Any] = {}
         for response in sorted(responses, key=lambda response: response.client):
+            if self.setup.algorithm.privacy.collects_sum:
+                by_client[self.setup.client_names[response.client]] = accuracy_cells(response, self.metric_names)
+                continue
             cells = report(validated_sums(response, len(classes)), self.metric_names, classes)
             finetuned_sums = _without_prefix(response.sums, FINETUNED)
             if finetuned_sums:
@@ -316,6 +346,20 @@ def report(sums: Mapping[str, Tensor], chosen: Sequence[str], classes: Sequence[
         if metric is None:
             cells[name] = None
         else:
+            cells[name] = {key: value for key, value in asdict(metric).items() if value is not None}
+    return cells
+
+
+def accuracy_cells(response: Response, chosen: Sequence[str]) -> dict[str, Any]:
+    """Return the accuracies of a response as summary.json holds them, if `chosen` names accuracy."""
+    cells: dict[str, Any] = {}
+    if "accuracy" not in chosen:
+        return cells
+    images = response.metrics["count"]
+    for name in ("accuracy", "finetuned_accuracy"):
+        if name in response.metrics:
+            metric = metrics.share(round(response.metrics[name] * images), images)
+            assert metric is not None
             cells[name] = {key: value for key, value in asdict(metric).items() if value is not None}
     return cells
 

@@ -31,6 +31,8 @@ class ExampleCounts:
         """The key under which each client first came into a secure sum; another one later is not its own."""
         self.barred: dict[int, str] = {}
         """Clients that are in no further secure sum, and why."""
+        self.unanswered: dict[int, int] = {}
+        """How many disputes about its boxes each client left unanswered."""
 
     def contradiction(self, client: int, claimed: Mapping[str, float]) -> str:
         """Return a sentence on the first of these numbers that the client claimed differently before.

@@ -114,16 +114,21 @@ def expected_evaluation(
     finetuned: bool,
     sums: Mapping[str, Field] | None = None,
     implausible: Callable[[Response], str] = _nothing_implausible,
+    with_loss: bool = True,
 ) -> Expectation:
     """Return the expectation of an evaluation on a client's own test images.
 
     With `finetuned` the metrics after fine-tuning must come too. `sums` are the sums of `metrics.scores` that come with
-    the metrics; `implausible` returns what cannot be true of a response, or "".
+    the metrics; `implausible` returns what cannot be true of a response, or "". Without `with_loss` (under secure
+    aggregation) clients show right answers only.
     """
-    metrics = {"loss": LOSS, "accuracy": SHARE, "count": _WHOLE_NUMBER}
+    metrics = {"accuracy": SHARE, "count": _WHOLE_NUMBER}
+    if with_loss:
+        metrics["loss"] = LOSS
     if finetuned:
-        metrics["finetuned_loss"] = LOSS
         metrics["finetuned_accuracy"] = SHARE
+        if with_loss:
+            metrics["finetuned_loss"] = LOSS
 
     def claims(response: Response) -> dict[str, float]:
         return {"examples": response.examples, "test images": response.metrics["count"]}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,8 +23,9 @@ from fedgraft.core.protocols import Network
 from fedgraft.core.state import Federation
 from fedgraft.privacy.protection import NOTHING_OPENED, OpenedMean, Privacy
 from fedgraft.privacy.secagg.binding import request_digest
+from fedgraft.privacy.secagg.client import as_rows
 from fedgraft.privacy.secagg.keys import OF
-from fedgraft.privacy.secagg.plan import Data
+from fedgraft.privacy.secagg.plan import DISPUTE, Data
 from fedgraft.privacy.secagg.ring import Segment, Summand, segments_of
 from fedgraft.privacy.secagg.secure_sum import (
     Plan,
@@ -37,7 +37,7 @@ from fedgraft.privacy.secagg.secure_sum import (
     mean_of_sum,
     series,
 )
-from fedgraft.privacy.secagg.server import Outbox
+from fedgraft.privacy.secagg.server import BAD_BOX, FALSE_COMPLAINT, Outbox
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.validate import Accepted, Expectation, Field, Rejection, validate_responses
 
@@ -50,11 +50,13 @@ STAGE_TENSORS: Mapping[str, set[str]] = {
     "masked": {"masked"},
     "consistency": {"signature"},
     "unmask": {"shares"},
+    DISPUTE: {"key"},
 }
 """The tensors of a response by stage. No two are alike, so a late response is not mistaken for one to this stage."""
 _RESUMABLE_GROUP = 8  # clients requested at once where the sum is stored as it grows
 _GROUP = 4  # clients requested at once where all responses together would be over _HELD_BYTES
 _HELD_BYTES = 1 << 30
+_STRIKES = 2  # disputes of a run that a client may leave unanswered: its line may have broken
 _SENDER = re.compile(rf"\bshare box {OF}(\d+)\b")  # finds, in a client's refusal, the peer it complains about
 
 
@@ -116,7 +118,6 @@ class SecureSession:
                 self.lost[client] = f"lost at stage {stage!r} of the secure sum"
                 if reason:
                     self.lost[client] += f": {reason}"
-            self._bar_spoilers(server.shared)
             for client, reason in server.cheats.items():
                 self._bar(client, reason)
 
@@ -135,20 +136,46 @@ class SecureSession:
             series(first.run, action), first.round, clients, segments, action == "train", request_digest(first)
         )
 
-    def _bar_spoilers(self, peers: Sequence[int]) -> None:
-        """Bar a client from all further sums if more than half of its peers could not open the share box it sent them.
+    def _settle_disputes(self, server: SecureServer) -> None:
+        """Find out who is right where a client says that a peer's box does not open, and bar the other one.
 
-        `peers` are the clients that sent shares in this sum. The bar is written into `example_counts.barred` and
-        logged.
+        The accused shows the key of that one box, and the server opens it. Who leaves two disputes of a run unanswered
+        is barred too.
         """
-        complaints: Counter[int] = Counter()
-        for refusal in self.refusals.values():
+        settled: set[int] = set()
+        for accuser, refusal in sorted(self.refusals.items()):
             match = _SENDER.search(refusal)
-            if match is not None:
-                complaints[int(match[1])] += 1
-        for client, count in complaints.items():
-            if client in peers and 2 * count > len(peers) - 1:
-                self._bar(client, f"{count} of {len(peers) - 1} peers could not open what it sent them")
+            if match is None or accuser not in server.boxes or int(match[1]) not in server.boxes[accuser]:
+                continue
+            accused = int(match[1])
+            if {accuser, accused} & settled:
+                continue
+            settled |= {accuser, accused}
+            key = self._key_of_box(accuser, accused)
+            if key is None:
+                strikes = self.example_counts.unanswered.get(accused, 0) + 1
+                self.example_counts.unanswered[accused] = strikes
+                if strikes >= _STRIKES:
+                    self._bar(accused, f"{BAD_BOX}: {strikes} times it did not show the key of a box in dispute")
+            elif server.judge(accuser, accused, key):
+                self._bar(accused, f"{BAD_BOX}: what it sent to client {accuser} does not open")
+            else:
+                self._bar(accuser, f"{FALSE_COMPLAINT}: what client {accused} sent it opens")
+
+    def _key_of_box(self, accuser: int, accused: int) -> bytes | None:
+        """Return the private key that the accused shows of its box for the accuser; None if it does not answer."""
+        request = stage_request(self.requests[accused], DISPUTE, {"ids": torch.tensor([accuser])})
+        self.down += wire_size(request)
+        for arrival in self.exchange([request]):
+            response = self._read(DISPUTE, arrival, HEADER_BYTES)
+            if response is None or response.client != accused:
+                continue
+            self.up += wire_size(response)
+            key = response.evidence["key"]
+            if key.dtype == torch.uint8 and key.dim() == 1:
+                return as_rows(key[None])[0]
+            return b""
+        return None
 
     def _exchange_stage(self, server: SecureServer, stage: str, outbox: Outbox) -> Iterator[tuple[int, Data]]:
         """Send one stage's requests and yield (client, tensors) of each client's first valid response, as they come.
@@ -170,6 +197,8 @@ class SecureSession:
                     answered.add(response.client)
                     self.up += wire_size(response)
                     yield response.client, dict(response.evidence)
+        if stage == "masked":
+            self._settle_disputes(server)
 
     def _read(self, stage: str, arrival: object, limit: int) -> Response | None:
         """Return an arrival as a response to this stage; None if it is late, of another run or client, or no message.

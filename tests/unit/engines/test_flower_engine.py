@@ -876,3 +876,43 @@ def test_a_secure_round_that_ends_early_is_opened_if_two_thirds_have_answered(en
         return
     with raises("E-CONFIG-ENOUGH", needed=4):
         build_algorithm(load(None, words))
+
+
+def paused(seconds: float, waits: float) -> tuple[Toy, FlowerEngine]:
+    """A secure run of three nodes, one of which is away for so many seconds in the middle of the second sum."""
+    toy = Toy(secure(algorithm("fedavg"), limit=2.0), clients=3, per_round=3)
+    engine, grid = deploy(toy, 3, Patience(wait=waits))
+    real = engine.exchange
+    back: list[tuple[float, int, FakeNode]] = []
+    rest = grid.clock.sleep
+
+    def sleep(pause: float) -> None:
+        rest(pause)
+        for due, node, away in list(back):
+            if grid.clock() >= due:
+                grid.nodes[node] = away
+                back.remove((due, node, away))
+
+    def exchange(requests: Sequence[Request]) -> Any:
+        first = requests[0]
+        if seconds and first.round == 1 and first.action == "secure.masked" and len(grid.nodes) == 3 and not back:
+            node = engine.registry.nodes[2]
+            back.append((grid.clock() + seconds, 777, grid.nodes.pop(node)))
+        return real(requests)
+
+    engine.sleep = sleep
+    engine.exchange = exchange  # type: ignore[method-assign]
+    toy.run(4)
+    return toy, engine
+
+
+def test_a_secure_run_waits_for_a_node_that_is_paused_and_ends_as_without_the_pause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Three nodes, all of which a sum needs; one is away for 45 seconds in the middle of a sum."""
+    whole, _ = paused(0.0, 300.0)
+    toy, _ = paused(45.0, 300.0)
+    assert toy.state.round == 4 and torch.equal(toy.state.vector, whole.state.vector)
+    assert "waits for the nodes of clients 2" in caplog.text
+    impatient, _ = paused(45.0, 0.0)  # the broken variant: rounds are spent
+    assert not torch.equal(impatient.state.vector, whole.state.vector)

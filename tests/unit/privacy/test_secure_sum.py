@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, pack, unpack
+from fedgraft.privacy.secagg import adverts
 from fedgraft.privacy.secagg import client as secure_client
 from fedgraft.privacy.secagg import keys as secure_keys
 from fedgraft.privacy.secagg.plan import Data
@@ -395,6 +396,7 @@ def hostile(victim: int, other: int) -> dict[str, Tamper]:
     drive(SecureServer(old_plan), old)
     own = Identity.fresh()
     fake = secure_keys.public_key(b"k" * 32) * 2 + own.public + hashlib.sha256(b"").digest()
+    fake += adverts.signed_counter(own.private, 0)
     signature = secure_keys.sign(own.private, make(7)[0].context_bytes("advert", other, fake.hex()))
     forged = secure_client.as_tensor(fake + signature)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.action import Action, RunPhase, sum_action
+from fedgraft.client.action import Action, RunPhase, SumScope
 from fedgraft.client.context import ClientContext, empty_response, model_vector, pooled_batches
 from fedgraft.client.request_checks import require_settings, require_tensor
 from fedgraft.client.train import choose_cluster_model, evaluate_finetuned
@@ -19,9 +20,22 @@ from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.metrics import scores
 from fedgraft.metrics.evaluate import evaluate_with_sums
-from fedgraft.privacy.secagg.ring import Summand
+from fedgraft.privacy.secagg.ring import Segment, Summand, segments_of
 
+HIDDEN_LOSS = 20.0
+"""Largest loss of an image in a secure sum, in nats."""
+HIDDEN_STEP = 2.0**-3
+"""Losses and confidences in a secure sum are rounded to multiples of this."""
 _FINETUNE_PARTS = ("head", "body", "both")
+
+
+def _split_of(request: Request) -> str:
+    """Return the split that a request is about: the one that it names, or the validation rows."""
+    return "test" if request.settings.get("split") == "test" else "validation"
+
+
+def _test_split(request: Request) -> str:
+    return "test"
 
 
 def _requested_split(request: Request, context: ClientContext) -> tuple[Examples, Tensor]:
@@ -30,7 +44,7 @@ def _requested_split(request: Request, context: ClientContext) -> tuple[Examples
     The split "test" is the client's test images; any other is the validation rows that it holds out of training. The
     rows are empty where the client has none.
     """
-    if request.settings.get("split") == "test":
+    if _split_of(request) == "test":
         examples = context.examples if context.tests is None else context.tests
         rows_of_client = context.test_rows
     else:
@@ -63,10 +77,10 @@ def count_models(request: Request, context: ClientContext) -> dict[str, Tensor]:
     return {"counts": counts, **sums}
 
 
-def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
+def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor, largest_loss: float = math.inf) -> Tensor:
     """Return the counts of each head on these rows, (n, 4): right, right among the first five, loss sum, images.
 
-    `heads` is (n, classes, width + 1); the last column is the bias.
+    `heads` is (n, classes, width + 1); the last column is the bias. An image's loss counts up to `largest_loss`.
     """
     counts = torch.zeros(len(heads), 4, dtype=torch.float64)
     for batch, labels in pooled_batches(context, rows):
@@ -77,9 +91,89 @@ def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
             classes_ahead = scores.true_class_rank(logits, labels)
             right = (classes_ahead == 0).sum()
             near = (classes_ahead < 5).sum()
-            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="none").clamp(max=largest_loss).sum()
             counts[i] += torch.tensor([float(right), float(near), float(loss), len(labels)], dtype=torch.float64)
     return counts
+
+
+# ---- the same inside a secure sum: rounded, and without small groups
+
+
+def hidden_counts(
+    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Mapping[str, Tensor], ClientMemory]:
+    """Return the counts of the request's models for a secure sum, and the memory as it was.
+
+    An image's loss counts up to `HIDDEN_LOSS` nats, and the sum of the losses is rounded to `HIDDEN_STEP`: under models
+    that a server chooses, exact losses of thousands of images are the features of one of them.
+    """
+    examples, rows = _requested_split(request, context)
+    heads = request.auxiliary.get("heads")
+    if heads is not None:
+        return {"counts": _rounded_losses(_count_heads(heads, context, rows, HIDDEN_LOSS))}, memory
+    context.load_model(model_vector(request))
+    _, sums = evaluate_with_sums(context.network, examples, rows, largest_loss=HIDDEN_LOSS)
+    right = float(sums["confusion"].diagonal().sum())
+    counts = torch.tensor([[right, float(sums["top5"]), float(sums["loss"][0]), len(rows)]], dtype=torch.float64)
+    return {"counts": _rounded_losses(counts)}, memory
+
+
+def _rounded_losses(counts: Tensor) -> Tensor:
+    """Return the counts (models, 4) with the sums of losses rounded to multiples of `HIDDEN_STEP`."""
+    rounded = counts.clone()
+    rounded[:, 2] = (counts[:, 2] / HIDDEN_STEP).round() * HIDDEN_STEP
+    return rounded
+
+
+def hidden_scores(
+    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Mapping[str, Tensor], ClientMemory]:
+    """Return the sums of `metrics.scores` of the request's model for a secure sum, and the memory as it was.
+
+    Classes of which this client has fewer images than the run's smallest group are left out, losses and confidences
+    are rounded as in `hidden_counts`.
+    """
+    context.load_model(model_vector(request))
+    examples, rows = _requested_split(request, context)
+    rows = rows_of_large_classes(examples, rows, algorithm.privacy.sum_options.smallest_group)
+    _, sums = evaluate_with_sums(context.network, examples, rows, largest_loss=HIDDEN_LOSS)
+    for name in ("calibration", "loss"):
+        sums[name] = (sums[name] / HIDDEN_STEP).round() * HIDDEN_STEP
+    return sums, memory
+
+
+def rows_of_large_classes(examples: Examples, rows: Tensor, smallest: int) -> Tensor:
+    """Return those of the rows whose class has at least `smallest` images among them."""
+    labels = examples.labels[rows]
+    if not len(rows):
+        return rows
+    sizes = torch.bincount(labels)
+    return rows[sizes[labels] >= smallest]
+
+
+def _hidden_counts_layout(scope: SumScope) -> tuple[Segment, ...]:
+    return segments_of(_hidden_counts_summands(scope.network, scope.settings))
+
+
+def _hidden_counts_summands(network: Network | None, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
+    """Return shape and range of the counts; the setting `models` says how many models there are."""
+    models = int(settings.get("models", 1))
+    return {"counts": Summand((models, 4), torch.float64, 2.0**24 * HIDDEN_LOSS, HIDDEN_STEP)}
+
+
+def _hidden_scores_layout(scope: SumScope) -> tuple[Segment, ...]:
+    assert scope.network is not None
+    return segments_of(_score_summands(scope.network, scope.settings))
+
+
+def _validate_heads(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+    """Refuse heads that do not have the shape of this network's, or are not as many as the request says."""
+    models = int(request.settings["models"])
+    require_tensor("the heads", request.auxiliary.get("heads"), (models, context.network.classes, _inputs(context)))
+
+
+def _inputs(context: ClientContext) -> int:
+    return context.network.width + 1
 
 
 def _answer_count(
@@ -118,6 +212,13 @@ def score_sums(request: Request, context: ClientContext) -> dict[str, Tensor]:
     return sums
 
 
+def _answer_scores(
+    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Response, ClientMemory]:
+    """Return the response with the sums in the clear, and the client's memory as it was."""
+    return replace(empty_response(request, context), sums=score_sums(request, context)), memory
+
+
 def _score_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
     """Return shape and range of each sum of `metrics.scores`, by name."""
     summands = {}
@@ -142,7 +243,8 @@ def evaluate_on_own_tests(
 
     The model is the request's, or with personalisation the client's own from its memory. Return the response, with the
     metrics `loss`, `accuracy`, `count` (and `finetuned_...`) and the sums of `metrics.scores`, and the memory as it
-    was. The model stays loaded in the client's network.
+    was. Where updates are hidden in sums nothing leaves but the share of right answers and the number of images. The
+    model stays loaded in the client's network.
     """
     if context.tests is None or context.test_rows is None:
         raise FedgraftError(
@@ -151,18 +253,24 @@ def evaluate_on_own_tests(
             client=request.client,
         )
     rows = context.test_rows(request.client)
+    if algorithm.privacy.collects_sum and context.history is not None:
+        context.history.check_evaluated(request, algorithm)
     request, _ = choose_cluster_model(request, algorithm, context)
     own_model = algorithm.client_state.own_model(model_vector(request), memory)
     context.load_model(own_model, memory.get("private"))
-    with_scores = bool(request.settings.get("scores"))
+    counts_only = algorithm.privacy.collects_sum
+    with_scores = bool(request.settings.get("scores")) and not counts_only
     evaluation, sums = evaluate_with_sums(context.network, context.tests, rows, scores=with_scores)
-    metrics = {"loss": evaluation.loss, "accuracy": evaluation.accuracy, "count": float(len(rows))}
+    metrics = {"accuracy": evaluation.accuracy, "count": float(len(rows))}
+    if not counts_only:
+        metrics["loss"] = evaluation.loss
     if request.settings.get("finetune_epochs"):
         finetuned, finetuned_sums = evaluate_finetuned(request, algorithm, context, rows)
-        metrics["finetuned_loss"] = finetuned.loss
         metrics["finetuned_accuracy"] = finetuned.accuracy
-        for name, tensor in finetuned_sums.items():
-            sums[f"finetuned/{name}"] = tensor
+        if not counts_only:
+            metrics["finetuned_loss"] = finetuned.loss
+            for name, tensor in finetuned_sums.items():
+                sums[f"finetuned/{name}"] = tensor
     return replace(empty_response(request, context), metrics=metrics, sums=sums), memory
 
 
@@ -190,18 +298,47 @@ ACTIONS = [
         "evaluation at the clients",
         _answer_count,
         validate=_validate_count,
-        shown_alone=True,
+        split=_split_of,
         images=_held_out_images,
     ),
-    sum_action(
+    Action(
         "scores",
-        score_sums,
-        _score_summands,
-        phase=RunPhase.EVALUATION,
-        progress_label="evaluation at the clients: sums of scores",
+        RunPhase.EVALUATION,
+        "evaluation at the clients: sums of scores",
+        _answer_scores,
         settings={"split": str},
         model="edit_space",
         validate=_validate_split,
+        summands=_score_summands,
+        layout=_hidden_scores_layout,
+        summed=hidden_scores,
+        split=_split_of,
+    ),
+    Action(
+        "counts",
+        RunPhase.EVALUATION,
+        "evaluation at the clients: sums of counts",
+        _answer_count,
+        settings={"split": str},
+        model="edit_space",
+        validate=_validate_split,
+        summands=_hidden_counts_summands,
+        layout=_hidden_counts_layout,
+        summed=hidden_counts,
+        split=_split_of,
+    ),
+    Action(
+        "head_counts",
+        RunPhase.HEAD,
+        "head initialisation: sums of counts",
+        _answer_count,
+        settings={"models": float},
+        validate=_validate_heads,
+        tensor_names=("heads",),
+        summands=_hidden_counts_summands,
+        layout=_hidden_counts_layout,
+        summed=hidden_counts,
+        split=_split_of,
     ),
     Action(
         "evaluate",
@@ -211,6 +348,7 @@ ACTIONS = [
         model="edit_space",
         validate=_validate_finetuning,
         shown_alone=True,
+        split=_test_split,
         images=_own_test_images,
     ),
 ]

@@ -45,9 +45,12 @@ def _count_weights(network: Network, settings: Mapping[str, Scalar]) -> int:
 
 
 def _require_known_weights(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
-    """Refuse names of weights that this network does not have."""
+    """Refuse names of weights that this network does not have, and names that come twice."""
     known = {name for name, _ in context.network.named_parameters()}
-    if not set(_named_weights(request.settings)) <= known:
+    names = _named_weights(request.settings)
+    if len(set(names)) != len(names):
+        raise Refused("the request names a weight twice", "request")
+    if not set(names) <= known:
         raise Refused("the request names a weight that this network does not have", "request")
 
 
@@ -58,20 +61,36 @@ def _require_known_estimator(request: Request, algorithm: Algorithm, context: Cl
         raise Refused("the request names an estimator that does not exist", "request")
 
 
-def _draw_share(
-    request: Request, context: ClientContext, purpose: str, most: int | None = None
-) -> tuple[Tensor, torch.Generator]:
+def _rows_in_share(request: Request, context: ClientContext) -> int:
+    """Return how many of the client's training rows the share of a request is; of one batch, as many as it holds."""
+    rows = len(context.rows(request.client))
+    count = max(1, round(float(request.settings["share"]) * rows))
+    if request.settings.get("estimator") == "single_batch_abs":  # rows are drawn, not the first of a sorted data set
+        count = min(count, int(request.settings["batch"]))
+    return count
+
+
+def _canonical_share(request: Request, context: ClientContext) -> dict[str, Scalar]:
+    """Return the settings so that requests about the same weights and the same rows have the same.
+
+    A share counts as the number of rows that it gives; of all rows there is one draw only, whatever its number.
+    """
+    settings = {name: value for name, value in request.settings.items() if name != "sums"}
+    settings["names"] = "\n".join(sorted(set(_named_weights(request.settings))))
+    settings["share"] = _rows_in_share(request, context)
+    if settings["share"] == len(context.rows(request.client)):
+        settings["draw"] = 0
+    return settings
+
+
+def _draw_share(request: Request, context: ClientContext, purpose: str) -> tuple[Tensor, torch.Generator]:
     """Return a random share of the client's training rows, sorted, and the generator it was drawn with.
 
-    The share and the number of the draw are settings of the request; `purpose` names the random stream. `most`: no more
-    rows than this.
+    The share and the number of the draw are settings of the request; `purpose` names the random stream.
     """
     rows = context.rows(request.client)
     generator = torch_stream(context.seed, purpose, str(request.settings["draw"]), request.client)
-    count = max(1, round(float(request.settings["share"]) * len(rows)))
-    if most is not None:
-        count = min(count, most)
-    drawn = rows[torch.randperm(len(rows), generator=generator)[:count]]
+    drawn = rows[torch.randperm(len(rows), generator=generator)[: _rows_in_share(request, context)]]
     return drawn.sort().values, generator
 
 
@@ -87,10 +106,7 @@ def score_weights(request: Request, context: ClientContext) -> Scores:
     settings = request.settings
     network = context.network
     batch_size = int(settings["batch"])
-    most = None
-    if settings["estimator"] == "single_batch_abs":  # rows are drawn, not the first ones of a sorted data set
-        most = batch_size
-    rows, generator = _draw_share(request, context, "fisher_scores", most)
+    rows, generator = _draw_share(request, context, "fisher_scores")
     all_weights = select(network, lambda name: True, buffers=False)
     before = all_weights.gather(network)
     context.forget_binding()
@@ -221,6 +237,7 @@ ACTIONS = [
         model="all_weights",
         validate=_require_known_estimator,
         implausible=_fisher_implausible,
+        canonical=_canonical_share,
     ),
     sum_action(
         "gradient",
@@ -231,6 +248,7 @@ ACTIONS = [
         settings=_SHARE_SETTINGS,
         model="all_weights",
         validate=_require_known_weights,
+        canonical=_canonical_share,
     ),
     Action(
         "own_mask",
@@ -241,5 +259,6 @@ ACTIONS = [
         model="all_weights",
         validate=_require_known_estimator,
         shown_alone=True,
+        canonical=_canonical_share,
     ),
 ]

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
+from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, public_reason
 from fedgraft.engines.flower.transport import HELLO, REQUEST, name_list, text_setting, whole_number
 from fedgraft.engines.flower.wire import as_record, pack_content, unpack_content
 
@@ -90,7 +90,7 @@ def client_app(serve: Serve, settings: Mapping[str, Any] | None = None) -> Clien
             request = request_of(message, context, settings or context.run_config)
             answer = serve(request, StateSlots(context))
         except FedgraftError as error:
-            answer = WorkerResponse(error=str(error))
+            answer = WorkerResponse(error=public_reason(error))
         words = {"step": answer.step, "need": answer.need, "error": answer.error[:500], **answer.facts}
         arrays = {}
         if answer.response:

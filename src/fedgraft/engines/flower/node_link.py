@@ -22,7 +22,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from fedgraft.core.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.store import locked
 
 IDLE = 1800.0
@@ -173,12 +173,24 @@ def serve(address: Path, owner: int, carry_out: Callable[[WorkerRequest], Worker
                 try:
                     answer = carry_out(worker_request)
                 except FedgraftError as error:
-                    answer = WorkerResponse(error=without_path(str(error), worker_request.data))
+                    answer = WorkerResponse(error=public_reason(error))
+                    _log_failure(worker_request)
                 except Exception as error:  # an error may quote the node's data: only its type leaves
                     answer = WorkerResponse(error=f"failed with {type(error).__name__}; its log says more")
                     _log_failure(worker_request)
                 send(pipe, answer)
             last = time.monotonic()
+
+
+def public_reason(error: FedgraftError) -> str:
+    """Return what the server is told of an error on a node: its code.
+
+    The sentence may quote a file, and files bear the names of patients; it is in the node's log. A refusal says which
+    rule, and nothing of the data.
+    """
+    if isinstance(error, Refused):
+        return error.public_reason
+    return f"{error.code}; its log says more"
 
 
 def without_path(sentence: str, data: str) -> str:

@@ -55,6 +55,8 @@ class Patience:
     """Seconds to wait at the start until every client has a node."""
     least: int = 1
     """Nodes without which the run does not start."""
+    sum_needs: int | None = None
+    """Clients that a round under secure aggregation needs to the end; None: more than two thirds."""
     enough: int | None = None
     """Answers of a round after which it ends; None: all. Until the deadline, nodes that are gone may come back."""
 
@@ -112,6 +114,14 @@ class FlowerEngine:
         """Answers that came after a buffer was full, in order of arrival."""
         self._asked_rounds: set[int] = set()
         """Rounds of the requests of the last `exchange_first`: their answers may still be needed."""
+        self._sum_under_way = ""
+        """Run, action and number of the latest secure sum."""
+        self._cohort = 0
+        """Clients that were asked at the first stage of the secure sum under way."""
+        self._silent: set[int] = set()
+        """Clients whose node was not there or did not answer when it was last asked."""
+        self._given_up: set[int] = set()
+        """Clients that a secure sum waited for in vain; they are not waited for again until they answer."""
         self.waited = 0.0
         """Seconds spent waiting for answers so far."""
         self.sent = 0
@@ -143,6 +153,7 @@ class FlowerEngine:
         Before round 0 every client is needed: a head or a mask from some of them would be another one. So the requests
         to a node that was restarted are sent again.
         """
+        self._note_cohort(requests)
         arrivals = self._deliver(requests)
         self._settle({request.client for request in requests})
         before_training = bool(requests) and requests[0].round < 0
@@ -154,6 +165,9 @@ class FlowerEngine:
             arrivals |= self._deliver([request for request in requests if request.client in missing])
             missing = _missing(arrivals)
             retries -= 1
+        if missing and not before_training:
+            self._wait_for_sum(requests, arrivals)
+            missing = _missing(arrivals)
         for client, reason in missing.items():
             log.warning("client %d is missing: %s", client, reason)
         answered = len(arrivals) - len(missing)
@@ -169,6 +183,45 @@ class FlowerEngine:
                 answered=answered,
             )
         return [arrivals[client] for client in sorted(arrivals)]
+
+    def _note_cohort(self, requests: Sequence[Request]) -> None:
+        """Remember how many clients the secure sum has that these requests begin; they may come in several groups."""
+        if not requests or requests[0].action != "secure.keys":
+            return
+        first = requests[0]
+        name = f"{first.run} {first.settings.get('sums')} {first.round}"
+        if name != self._sum_under_way:
+            self._sum_under_way = name
+            self._cohort = 0
+        self._cohort += len(requests)
+
+    def _wait_for_sum(self, requests: Sequence[Request], arrivals: dict[int, Arrival]) -> None:
+        """Wait for nodes without which a secure sum would be given up, and put their answers into `arrivals`.
+
+        A round of training needs as many as open the sum; a sum outside the rounds needs all, because clients refuse
+        another one over fewer. Who was waited for in vain is not waited for again before its node is back.
+        """
+        first = requests[0]
+        if not first.action.startswith("secure."):
+            return
+        in_rounds = first.settings.get("sums") == "train"
+        needed = self._cohort
+        if in_rounds:
+            needed = self.patience.sum_needs or self._cohort * 2 // 3 + 1
+        for _ in range(_RETRIES):
+            missing = _missing(arrivals)
+            awaited = {}
+            for client in sorted(self._silent & missing.keys() - self._given_up):
+                awaited[client] = missing[client]
+            if not awaited or len(arrivals) - len(missing) >= needed:
+                return
+            names = ", ".join(map(str, awaited))
+            log.warning("a secure sum waits for the nodes of clients %s; %d are needed", names, needed)
+            if not self._wait_for(awaited):
+                self._given_up |= set(awaited)
+                return
+            arrivals |= self._deliver([request for request in requests if request.client in awaited])
+            self._given_up -= {client for client in awaited if isinstance(arrivals[client][1], bytes)}
 
     def _deliver(self, requests: Sequence[Request]) -> dict[int, Arrival]:
         """Send the requests to the nodes that are connected, wait, and return the arrivals by client.
@@ -268,7 +321,9 @@ class FlowerEngine:
             if self._answered_before(request, arrivals):
                 continue
             node = self.registry.nodes.get(request.client)
+            self._silent.discard(request.client)
             if node is None:
+                self._silent.add(request.client)
                 arrivals[request.client] = (request.client, "no node serves it at present")
                 continue
             data = pack(replace(request, client=0))  # the same bytes for all clients with the same request
@@ -306,7 +361,7 @@ class FlowerEngine:
         `missing` are the reasons by client, which are logged.
         """
         for client, reason in missing.items():
-            log.warning("client %d is missing before the first round: %s; waiting for its node", client, reason)
+            log.warning("client %d is missing: %s; waiting for its node", client, reason)
         end = self.clock() + self.patience.wait
         while True:
             self.sleep(1.0)
@@ -355,6 +410,7 @@ class FlowerEngine:
                 self.sleep(min(0.5, max(0.02, 0.02 * (now - began))))
         self.transport.withdraw(waiting)
         for envelope in waiting.values():
+            self._silent.add(envelope.request.client)
             reason = f"no answer within {limit:g} s" if limit is not None else "no answer"
             if self._enough(envelopes, arrivals):
                 reason = f"the round ended with {self.patience.enough} answers, before its own"
@@ -412,6 +468,7 @@ class FlowerEngine:
         """
         client = envelope.request.client
         if reply.failure:
+            self._silent.add(client)
             if reply.expired and self.patience.deadline is not None:
                 return client, f"no answer within {self.patience.deadline:g} s"
             return client, reply.failure

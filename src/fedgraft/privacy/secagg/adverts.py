@@ -9,14 +9,40 @@ from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES
 from fedgraft.privacy.secagg.plan import Plan
 
 SIGNED = ("box", "mask", "identity", "ground")
-"""Fields of an advert, 32 bytes each, before the signature; `ground` is the fingerprint of the run."""
-ADVERT_BYTES = len(SIGNED) * KEY_BYTES + SIGNATURE_BYTES
+"""First fields of an advert, 32 bytes each; `ground` is the fingerprint of the run."""
+_COUNTER_BYTES = 8
+PROOF_BYTES = _COUNTER_BYTES + SIGNATURE_BYTES
+"""Length of a counter of a ledger with the signature of its owner, which is the next field of an advert."""
+ADVERT_BYTES = len(SIGNED) * KEY_BYTES + PROOF_BYTES + SIGNATURE_BYTES
 
 
 def part_of(advert: bytes, kind: str) -> bytes:
     """Return one field of an advert; `kind` is its name in `SIGNED`."""
     begin = KEY_BYTES * SIGNED.index(kind)
     return advert[begin : begin + KEY_BYTES]
+
+
+def counter_of(advert: bytes) -> bytes:
+    """Return the counter with its signature in an advert."""
+    begin = KEY_BYTES * len(SIGNED)
+    return advert[begin : begin + PROOF_BYTES]
+
+
+def signed_counter(private: bytes, counter: int) -> bytes:
+    """Return the counter of a ledger with the signature of its owner: who has it can prove that it was shown."""
+    return counter.to_bytes(_COUNTER_BYTES, "little") + crypto.sign(private, _counter_text(counter))
+
+
+def proven_counter(identity: bytes, proof: bytes) -> int:
+    """Return the counter in a proof that the owner of this identity key signed; -1 if it did not."""
+    counter = int.from_bytes(proof[:_COUNTER_BYTES], "little")
+    if not crypto.verify_signature(identity, proof[_COUNTER_BYTES:], _counter_text(counter)):
+        return -1
+    return counter
+
+
+def _counter_text(counter: int) -> bytes:
+    return crypto.context("ledger counter", counter)
 
 
 def advert_text(plan: Plan, client: int, public: bytes, drawn: Sequence[int]) -> bytes:

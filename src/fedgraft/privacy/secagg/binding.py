@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 
+from torch import Tensor
+
 from fedgraft.core.messages import Request
 from fedgraft.privacy.secagg.client import payload_digest
 
@@ -15,10 +17,15 @@ def request_digest(request: Request) -> str:
     Run, number and clients are in the plan itself. What a stage adds (`plan`, `data:...`) is not part of the request.
     """
     plain = json.dumps([request.space, sorted(request.settings.items())], separators=(",", ":"))
-    vectors = {}
+    return hashlib.sha256(f"{plain}\x1e{payload_digest(carried_tensors(request))}".encode()).hexdigest()
+
+
+def carried_tensors(request: Request) -> dict[str, Tensor]:
+    """Return the model (under "") and the further tensors of a request, without what a stage adds to them."""
+    tensors = {}
     for name, tensor in request.auxiliary.items():
         if name != "plan" and not name.startswith("data:"):
-            vectors[name] = tensor
+            tensors[name] = tensor
     if request.vector is not None:
-        vectors[""] = request.vector
-    return hashlib.sha256(f"{plain}\x1e{payload_digest(vectors)}".encode()).hexdigest()
+        tensors[""] = request.vector
+    return tensors

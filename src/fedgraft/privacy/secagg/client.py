@@ -24,12 +24,23 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Response, pack, unpack
 from fedgraft.privacy.secagg import keys as crypto
 from fedgraft.privacy.secagg import shamir
-from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, advert_text, is_genuine_advert, lists_text, part_of
+from fedgraft.privacy.secagg.adverts import (
+    ADVERT_BYTES,
+    PROOF_BYTES,
+    advert_text,
+    counter_of,
+    is_genuine_advert,
+    lists_text,
+    part_of,
+    proven_counter,
+    signed_counter,
+)
 from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES, TAG_BYTES, Identity, SecureRefusal
-from fedgraft.privacy.secagg.plan import STAGES, Data, Plan
+from fedgraft.privacy.secagg.plan import DISPUTE, STAGES, Data, Plan
 
-BOX_BYTES = 2 * shamir.SHARE_BYTES + TAG_BYTES
-"""Length of a sealed box: a share of the mask key and a share of the seed."""
+_SHARES_BYTES = 2 * shamir.SHARE_BYTES
+BOX_BYTES = KEY_BYTES + _SHARES_BYTES + PROOF_BYTES + TAG_BYTES
+"""Length of a box: its public key; sealed: shares of mask key and seed, and the receiver's largest counter."""
 
 
 def as_tensor(rows: bytes | Sequence[bytes]) -> Tensor:
@@ -72,6 +83,10 @@ class ClientProgress:
     """Seed of the mask of its own."""
     noise_key: str = ""
     """Key of the noise that this client adds to its input, in hexadecimal digits; no share of it exists."""
+    counter: int = 0
+    """Counter of the ledger that the advert of this sum shows."""
+    disputed: int = -1
+    """The peer for whose box this client showed the key; -1: none."""
     drawn: list[int] = field(default_factory=list)
     """Holders of the own shares; empty: all others."""
     adverts: dict[str, str] = field(default_factory=dict)
@@ -95,6 +110,7 @@ class SecureClient:
 
     `identity` is the client's long-term key and memory, which changes with every sum. `run_fingerprint` is compared
     among all clients of the sum. `cohort` is the fewest clients that the owner of this one allows in an opened sum.
+    `counter` is that of the ledger of this client's data.
     """
 
     def __init__(
@@ -105,6 +121,7 @@ class SecureClient:
         entropy: Callable[[int], bytes] = os.urandom,
         run_fingerprint: str = "",
         cohort: int = 2,
+        counter: int = 0,
     ) -> None:
         if client not in plan.places:
             raise SecureRefusal(
@@ -117,6 +134,7 @@ class SecureClient:
         self.client = client
         self.identity = identity
         self.entropy = entropy
+        self.counter = counter
         self.run_fingerprint = hashlib.sha256(run_fingerprint.encode()).digest()
         """Digest of everything this client knows of the run besides its requests; equal for all clients of the sum."""
         self.progress = ClientProgress()
@@ -146,6 +164,8 @@ class SecureClient:
         `data` is the server's payload; `words` returns the client's encoded input and is called at the stage "masked".
         A payload that was answered before gets the same answer.
         """
+        if stage == DISPUTE:
+            return self.dispute(data)
         if stage not in STAGES:
             raise SecureRefusal(f"a secure sum has no stage {stage[:40]!r}", check="stage")
         if stage == "masked" and words is None:
@@ -199,6 +219,7 @@ class SecureClient:
             self.identity.record_served(self.plan)
             drawn = self.plan.draw(self.client, self.entropy)
             self.progress.drawn = list(drawn)
+            self.progress.counter = self.counter
             box_key = self.entropy(KEY_BYTES)
             mask_key = crypto.canonical_private_key(self.entropy(KEY_BYTES))
             seed = self.entropy(KEY_BYTES)
@@ -208,13 +229,15 @@ class SecureClient:
             self.progress.noise_key = self.entropy(KEY_BYTES).hex()
             public_keys = crypto.public_key(box_key) + crypto.public_key(mask_key)
             advertised = public_keys + self.identity.public + self.run_fingerprint
+            advertised += signed_counter(self.identity.private, self.counter)
             signature = crypto.sign(self.identity.private, advert_text(self.plan, self.client, advertised, drawn))
             return {"advert": as_tensor(advertised + signature), "drawn": torch.tensor(drawn, dtype=torch.int64)}
 
     def shares(self, data: Data) -> dict[str, Tensor]:
         """Check the neighbours' keys and return one sealed box per holder of shares, and a commitment to the seed.
 
-        A box holds a share of the mask key and one of the seed; the server passes it on. Own shares are stored.
+        A box holds a share of the mask key, one of the seed, and the largest counter of its ledger that the receiver
+        showed this client before this sum; the server passes it on. Own shares are stored.
         """
         with self._turn("shares"):
             self._read_adverts(data)
@@ -226,13 +249,14 @@ class SecureClient:
             seed_shares = shamir.split(seed, self.plan.needed, points, self.entropy)
             own_point = self.plan.places[self.client]
             self.progress.shares = {str(self.client): (key_shares[own_point] + seed_shares[own_point]).hex()}
-            agree = crypto.agreement(bytes.fromhex(self.progress.box_key))
             boxes = []
             for holder in holders:
                 point = self.plan.places[holder]
-                purpose = self.plan.context_bytes("box", self.client, holder)
-                box_key = agree(self._public(holder, "box"), purpose)
-                boxes.append(crypto.seal(box_key, key_shares[point] + seed_shares[point], purpose))
+                contents = key_shares[point] + seed_shares[point] + self._proof_for(holder)
+                private = self._key_of_box(holder)
+                public = self._public(holder, "box")
+                boxes.append(close_box(self.plan, self.client, holder, private, public, contents))
+            self._remember_counters()
             return {"boxes": as_tensor(boxes), "commitment": as_tensor(crypto.commitment(seed))}
 
     def _read_adverts(self, data: Data) -> None:
@@ -250,6 +274,51 @@ class SecureClient:
         self.progress.owners = owners
         if set(neighbours) != {*self._own_holders(), *owners}:
             raise SecureRefusal("a client is named as tied to this one that neither drew the other", check="neighbours")
+
+    def _key_of_box(self, holder: int) -> bytes:
+        """Return the private key of the box for this holder; it closes this one box and no other."""
+        return crypto.derive_key(bytes.fromhex(self.progress.box_key), self.plan.context_bytes("key of box", holder))
+
+    def dispute(self, data: Data) -> dict[str, Tensor]:
+        """Return the private key of the box for the one peer in `ids`, which says that the box does not open.
+
+        Who has the key can open that box, with one share of each secret of this client, and no other. A client shows it
+        for one peer in each sum: many boxes together would open its secrets.
+        """
+        peers = self._read_ids(data, "ids", set(self._own_holders()))
+        if "shares" not in self.progress.answered or len(peers) != 1:
+            raise SecureRefusal("a dispute is about one box that this client sent", check="dispute")
+        if self.progress.disputed not in (-1, peers[0]):
+            raise SecureRefusal("this client showed the key of another box in this sum", check="dispute")
+        self.progress.disputed = peers[0]
+        return {"key": as_tensor(self._key_of_box(peers[0]))}
+
+    def _proof_for(self, holder: int) -> bytes:
+        """Return the largest counter that a peer showed before this sum, with its signature."""
+        counter, signature = self.identity.counters.get(holder, (0, bytes(SIGNATURE_BYTES)))
+        return counter.to_bytes(PROOF_BYTES - SIGNATURE_BYTES, "little") + signature
+
+    def _require_newest_ledger(self, proof: bytes, peer: int) -> None:
+        """Raise `SecureRefusal` if a peer proves that the ledger of this client once was further than it is now.
+
+        Every sum begins with a larger counter than all before it, so an equal one was shown by another ledger.
+        """
+        counter = proven_counter(self.identity.public, proof)
+        if counter >= self.progress.counter:
+            raise SecureRefusal(
+                f"client {peer} holds this node's signature of its ledger at {counter}, and it is at "
+                f"{self.progress.counter}: it was restored from a backup",
+                "ledger",
+                check="counter",
+                proven=counter,
+            )
+
+    def _remember_counters(self) -> None:
+        """Remember the counters that the peers of this sum show."""
+        for client, digits in self.progress.adverts.items():
+            proof = counter_of(bytes.fromhex(digits))
+            counter = int.from_bytes(proof[:-SIGNATURE_BYTES], "little")
+            self.identity.record_counter(int(client), counter, proof[-SIGNATURE_BYTES:])
 
     def _own_holders(self) -> list[int]:
         """Return the neighbours that hold shares of this client."""
@@ -273,11 +342,11 @@ class SecureClient:
                     f"the input of the secure sum is not {self.plan.ring.length} words",
                     expected=self.plan.ring.length,
                 )
-            agree = crypto.agreement(bytes.fromhex(self.progress.box_key))
+            private = bytes.fromhex(self.progress.box_key)
             for owner, box in zip(owners, boxes, strict=True):
-                purpose = self.plan.context_bytes("box", owner, self.client)
-                box_key = agree(self._public(owner, "box"), purpose)
-                self.progress.shares[str(owner)] = crypto.unseal(box_key, box, purpose, owner).hex()
+                contents = open_box(self.plan, owner, self.client, private, box[:KEY_BYTES], box)
+                self._require_newest_ledger(contents[_SHARES_BYTES:], owner)
+                self.progress.shares[str(owner)] = contents[:_SHARES_BYTES].hex()
             self.progress.masked = neighbours
             return self._mask(words, neighbours)
 
@@ -412,6 +481,8 @@ class SecureClient:
                 f"the keys of client {client} are not the ones it signed for this round", check="advert", client=client
             )
         self._check_run_fingerprint(client, advert)
+        if proven_counter(part_of(advert, "identity"), counter_of(advert)) < 0:
+            raise SecureRefusal(f"client {client} did not sign its ledger's counter", check="counter", client=client)
 
     def _check_run_fingerprint(self, client: int, advert: bytes) -> None:
         """Raise `SecureRefusal` if the peer `client` works on another run, by the fingerprint in its advert."""
@@ -436,6 +507,30 @@ def _malformed(name: str, kind: str) -> SecureRefusal:
     """Return the refusal of a payload whose tensor `name` is missing or malformed; `kind` is "list" or "table"."""
     sentence = f"the {kind} {name!r} of the secure sum is missing or malformed"
     return SecureRefusal(sentence, check="malformed", name=name)
+
+
+def close_box(plan: Plan, sender: int, receiver: int, private: bytes, public: bytes, contents: bytes) -> bytes:
+    """Return a box: its public key, and the contents sealed for the receiver.
+
+    `private` is the box's own key, `public` the receiver's.
+    """
+    purpose = plan.context_bytes("box", sender, receiver)
+    key = crypto.agreement(private)(public, purpose)
+    return crypto.public_key(private) + crypto.seal(key, contents, purpose)
+
+
+def open_box(plan: Plan, sender: int, receiver: int, private: bytes, public: bytes, box: bytes) -> bytes:
+    """Return the contents of a box; raise `SecureRefusal` if it does not open.
+
+    The receiver opens it with its own private key and the public key of the box; whoever has the private key of the box
+    opens it with the receiver's public key.
+    """
+    purpose = plan.context_bytes("box", sender, receiver)
+    try:
+        key = crypto.agreement(private)(public, purpose)
+    except SecureRefusal:
+        key = bytes(KEY_BYTES)  # a public key that is none opens nothing
+    return crypto.unseal(key, box[KEY_BYTES:], purpose, sender)
 
 
 def self_key(plan: Plan, client: int, seed: bytes) -> bytes:

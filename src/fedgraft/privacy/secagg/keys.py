@@ -192,10 +192,8 @@ class Identity:
     known: dict[int, bytes] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
     """The latest round of each series of sums; it only grows."""
-    served_requests: dict[str, list[str]] = field(default_factory=dict)
-    """Digests of the requests served in each series outside the rounds; none is served again under a new number."""
-    cohorts: dict[str, list[int]] = field(default_factory=dict)
-    """The clients of the latest sum of each of these series; the next may have fewer, never others."""
+    counters: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    """The largest counter of its ledger that each peer showed, with the peer's signature of it."""
     closed: bool = False
     least: int = 2
     """Smallest cohort to take part in."""
@@ -224,12 +222,11 @@ class Identity:
             )
 
     def record_served(self, plan: Plan) -> None:
-        """Record that this client takes part in the planned sum; refuse a sum that it must not serve.
+        """Record that this client takes part in the planned sum; refuse one that is not after the last of its series.
 
-        That is one not after the last of its series, or outside the rounds the same request under another number or
-        with new clients. Two sums of one round over different clients would give away the difference, and so would two
-        sums outside the rounds (a Gram matrix is the same every time). A resumed run sends the same request and gets
-        the same answer (`SecureClient`); it never begins a sum a second time.
+        Two sums of one round over different clients would give away the difference. A resumed run sends the same
+        request and gets the same answer (`SecureClient`); it never begins a sum a second time. Sums outside the rounds
+        are also held against the ledger of the data (`client/ledger.py`).
         """
         run = plan.run
         number = plan.round
@@ -239,17 +236,12 @@ class Identity:
                 "repeat",
                 check="round",
             )
-        if plan.outside:
-            digests = self.served_requests.get(run, [])
-            if plan.binds in digests:
-                raise SecureRefusal(
-                    "this very sum was asked for before, under another number", "repeat", check="request"
-                )
-            if not set(plan.clients) <= set(self.cohorts.get(run, plan.clients)):
-                raise SecureRefusal("this sum has clients that the one before it had not", "repeat", check="cohort")
-            self.served_requests[run] = [*digests, plan.binds]
-            self.cohorts[run] = list(plan.clients)
         self.served[run] = number
+
+    def record_counter(self, client: int, counter: int, signature: bytes) -> None:
+        """Remember a peer's counter if it is larger than the one that is known."""
+        if counter > self.counters.get(client, (0, b""))[0]:
+            self.counters[client] = (counter, signature)
 
     def to_bytes(self) -> bytes:
         """Return the identity as JSON for a node's memory; it holds the private key."""
@@ -258,8 +250,7 @@ class Identity:
             "private": self.private.hex(),
             "known": known,
             "served": self.served,
-            "given": self.served_requests,  # the name under which nodes have always stored it
-            "cohorts": self.cohorts,
+            "counters": {str(client): [n, proof.hex()] for client, (n, proof) in sorted(self.counters.items())},
             "closed": self.closed,
             "least": self.least,
         }
@@ -271,5 +262,10 @@ class Identity:
         record = json.loads(data)
         record["private"] = bytes.fromhex(record["private"])
         record["known"] = {int(client): bytes.fromhex(key) for client, key in record["known"].items()}
-        record["served_requests"] = record.pop("given", {})
+        counters = {}
+        for client, (counter, signature) in record.get("counters", {}).items():
+            counters[int(client)] = (int(counter), bytes.fromhex(signature))
+        record["counters"] = counters
+        for name in ("given", "cohorts"):  # of version 0.2; the ledger of the data has them now
+            record.pop(name, None)
         return cls(**record)

@@ -20,6 +20,8 @@ from fedgraft.privacy.secagg.keys import context
 from fedgraft.privacy.secagg.ring import Ring, Segment
 
 STAGES = ("keys", "shares", "masked", "consistency", "unmask")
+DISPUTE = "dispute"
+"""A further stage, when a client says that a peer's box does not open: the peer shows the key of that box alone."""
 Data = Mapping[str, Tensor]
 """The payload of one message of the protocol: tensors of uint8, int64 or uint32."""
 

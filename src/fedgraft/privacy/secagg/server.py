@@ -20,8 +20,15 @@ from torch import Tensor
 from fedgraft.aggregate.codecs import BadPayload, check_tensor
 from fedgraft.privacy.secagg import keys as crypto
 from fedgraft.privacy.secagg import shamir
-from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, is_genuine_advert, lists_text, part_of
-from fedgraft.privacy.secagg.client import BOX_BYTES, as_rows, as_tensor, pair_key, self_key
+from fedgraft.privacy.secagg.adverts import (
+    ADVERT_BYTES,
+    counter_of,
+    is_genuine_advert,
+    lists_text,
+    part_of,
+    proven_counter,
+)
+from fedgraft.privacy.secagg.client import BOX_BYTES, as_rows, as_tensor, open_box, pair_key, self_key
 from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES
 from fedgraft.privacy.secagg.plan import STAGES, Data, Plan, SecureAbort
 
@@ -29,6 +36,10 @@ Outbox = dict[int, dict[str, Tensor]]
 """Payloads of the next stage by client."""
 StageAnswers = Mapping[int, Data] | Iterable[tuple[int, Data]]
 """Answers to one stage by client, all at once or one by one."""
+BAD_BOX = "E-PRIVACY-CHEAT-BOX"
+"""Code of the reason for which a client is barred that sent a box which does not open."""
+FALSE_COMPLAINT = "E-PRIVACY-CHEAT-COMPLAINT"
+"""Code of the reason for which a client is barred that complained about a box which opens."""
 DEALT_WRONGLY = "E-PRIVACY-CHEAT-DEALT"
 """Code of the reason for which a client is barred that shared another secret than it committed to."""
 WRONG_SHARES = "E-PRIVACY-CHEAT-SHARES"
@@ -152,6 +163,8 @@ class SecureServer:
         identity = part_of(advert, "identity")
         if not is_genuine_advert(self.plan, client, advert, drawn):
             return "its keys are not signed by it, or it drew holders that it cannot have"
+        if proven_counter(identity, counter_of(advert)) < 0:
+            return "it did not sign its ledger's counter"
         if self.known.setdefault(client, identity) != identity:
             return "it has another identity than before"
         most_common_fingerprint = fingerprints.most_common(1)[0][0]
@@ -217,6 +230,20 @@ class SecureServer:
             for client in sorted(too_few):
                 del boxes_by_sender[client]
                 self.lost[client] = "shares"
+
+    def judge(self, accuser: int, accused: int, key: bytes) -> bool:
+        """Return whether a complaint is right: the box of `accused` for `accuser` does not open under its own key.
+
+        `key` is the private key that the accused shows. Another key than that of the box is as good as none.
+        """
+        box = self.boxes[accuser][accused]
+        if len(key) != KEY_BYTES or crypto.public_key(key) != box[:KEY_BYTES]:
+            return True
+        try:
+            open_box(self.plan, accused, accuser, key, part_of(self.adverts[accuser], "box"), box)
+        except crypto.SecureRefusal:
+            return True
+        return False
 
     # ---- masked
 
