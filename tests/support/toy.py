@@ -38,6 +38,7 @@ class ToyNetwork(nn.Module):
         )
         self.head = nn.Linear(WIDTH, CLASSES)
         self.depth, self.width, self.classes = 2, WIDTH, CLASSES
+        self.label_sets = False
         with torch.no_grad():
             for name, p in self.named_parameters():
                 if "norm" not in name and p.ndim == 2:

@@ -49,6 +49,9 @@ class Answers:
     """With alignment: (layer, begin, end), the observed layer whose score weights these coordinates."""
 
 
+_ABOUT_CLASSES = ("labels", "discrepancy")  # observations of how many images a client has of each class
+
+
 @dataclass(frozen=True)
 class Observe:
     """An observation that a client reports after training: numbers, or tensors of a known shape.
@@ -70,6 +73,8 @@ class Observe:
     def requires(self) -> Capabilities:
         """What clients must be allowed to report; the trained network of each client must exist by itself."""
         required = {Capability.SEPARATE_CLIENTS}
+        if self.name in _ABOUT_CLASSES:
+            required.add(Capability.ONE_CLASS)
         if self.scalars:
             required.add(Capability.CLIENT_NUMBERS)
         if self.evidence:

@@ -21,6 +21,7 @@ from torch import Tensor
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext, model_vector
 from fedgraft.core.errors import Refused
+from fedgraft.core.label_sets import logit_errors
 from fedgraft.core.messages import Request
 from fedgraft.core.state import Schedule
 from fedgraft.edit.trainable import is_head
@@ -246,8 +247,7 @@ def check_head(request: Request, algorithm: Algorithm, context: ClientContext, l
     total = 0.0
     for batch_rows, pooled in feature_batches(network, context.examples, rows):
         logits = pooled.double() @ weight.T + bias
-        error = logits.softmax(1)
-        error[torch.arange(len(error)), context.examples.labels[batch_rows].long()] -= 1
+        error = logit_errors(logits, context.examples.labels[batch_rows])
         sent_back = error
         if trains_body:
             sent_back = error @ weight / max(float(torch.linalg.matrix_norm(weight, 2)), torch.finfo().tiny)

@@ -17,6 +17,7 @@ from fedgraft.aggregate.slots import Observe
 from fedgraft.client.context import ClientContext, model_vector, pooled_batches
 from fedgraft.core.device import Device, fetch
 from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.label_sets import mean_loss
 from fedgraft.core.messages import Request
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.rng import torch_stream
@@ -116,7 +117,7 @@ def squared_gradients(network: Network, bound: Bound, examples: Examples, rows: 
     total = torch.zeros(bound.trained, dtype=device.widest, device=device.torch_device)
     for row in rows.split(1):
         logits = network(device.put(examples.batch(row)), examples.entry)
-        torch.nn.functional.cross_entropy(logits, device.put(examples.labels[row])).backward()
+        mean_loss(logits, device.put(examples.labels[row])).backward()
         total += bound.gradient().to(device.widest).square()
     return fetch((total / max(1, len(rows))).float())
 

@@ -26,6 +26,8 @@ class Network(Protocol):
     width: int
     """Length of the pooled feature vector."""
     classes: int
+    label_sets: bool
+    """Whether its outputs are findings, of which an image has any number, not classes that exclude each other."""
     head: nn.Linear
 
     def __call__(self, inputs: Tensor, entry: int = 0) -> Tensor:
@@ -62,7 +64,7 @@ class Examples(Protocol):
     """Labelled inputs addressed by row; rows are positions in their data store."""
 
     labels: Tensor
-    """int64 (N,)."""
+    """Classes, int64 (N,), or label sets, int64 (N, C): see `core.label_sets`."""
     entry: int
     """The entry at which these inputs enter the network: 0 for pixels, `depth` for cached features."""
 

@@ -27,7 +27,7 @@ class ImageExamples:
         self.store = store
         self.transform = transform
         self.opened = store.open(transform.rule)
-        self.labels = torch.from_numpy(store.labels.copy())
+        self.labels = torch.from_numpy(store.targets.copy())
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -105,7 +105,7 @@ def examples_of(store: ImageStore | FeatureStore, transform: Transform) -> Image
     """
     if isinstance(store, ImageStore):
         return ImageExamples(store, transform)
-    return PrecomputedExamples(torch.from_numpy(store.features), torch.from_numpy(store.labels.copy()), 0)
+    return PrecomputedExamples(torch.from_numpy(store.features), torch.from_numpy(store.targets.copy()), 0)
 
 
 def check_rows(rows: Tensor, count: int) -> None:

@@ -97,8 +97,17 @@ class FederatedData:
         return torch.from_numpy(np.asarray(self.partition.test_rows(client)).astype(np.int64))
 
     def histogram(self) -> np.ndarray:
-        """Return the number of training images by client and class, (K, C)."""
-        return self.partition.histogram(classes=self.classes)
+        """Return the number of training images by client and class, (K, C); of label sets those with the finding."""
+        findings = self.dataset.train.findings
+        if findings is None:
+            return self.partition.histogram(classes=self.classes)
+        present = findings[self.train] == 1
+        return np.stack([present[self.partition.train_rows(client)].sum(0) for client in range(self.clients)])
+
+    @property
+    def label_sets(self) -> bool:
+        """Whether an image has any number of findings, not one class."""
+        return self.dataset.train.findings is not None
 
     @property
     def classes(self) -> int:

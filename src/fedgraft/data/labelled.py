@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -21,12 +21,30 @@ class Labelled:
     labels: np.ndarray  # int64 (N,)
     classes: tuple[str, ...]
     digest: str
+    findings: np.ndarray | None = None
+    """Label sets, int8 (N, C): 1 present, 0 absent, -1 unknown; None: one class per row.
+
+    `classes` then names the findings, and `labels` numbers the different sets, of which splits take equal shares."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """More about each row, by name. `site` names its owner; rows of one `group` (a patient) are never separated."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.labels)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """What a network learns: classes, int64 (N,), or label sets, int64 (N, C)."""
+        if self.findings is None:
+            return self.labels
+        return self.findings.astype(np.int64)
+
+    @property
+    def label_count(self) -> int:
+        """One more than the largest number in `labels`: the classes, or the different label sets."""
+        if self.findings is None:
+            return len(self.classes)
+        return int(self.labels.max(initial=-1)) + 1
 
     @property
     def sites(self) -> np.ndarray | None:
@@ -53,6 +71,10 @@ class Labelled:
             places.append(list(classes).index(name))
         place = np.array(places, dtype=np.int64)
         digest = short_digest(self.digest, *classes)
+        if self.findings is not None:  # what these rows do not say is unknown
+            findings = np.full((len(self), len(classes)), -1, dtype=np.int8)
+            findings[:, place] = self.findings
+            return replace(self, findings=findings, classes=tuple(classes), digest=digest)
         return replace(self, labels=place[self.labels], classes=tuple(classes), digest=digest)
 
 
@@ -126,6 +148,95 @@ def numbered_parts(
     numbers, classes = numbered(np.concatenate(parts), names)
     ends = np.cumsum([len(part) for part in parts])
     return np.split(numbers, ends[:-1]), classes
+
+
+_SMALLEST_SET = 10  # rows of a label set below which it counts as rare
+
+
+def label_sets(values: Any, names: Sequence[Any] | None = None) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return label sets, int8 (N, C), and the names of the findings, from a matrix of 0, 1 and unknown (NaN or -1).
+
+    `names` are those of the columns; None: their numbers.
+    """
+    array = np.asarray(values)
+    if array.ndim != 2 or array.shape[1] < 2 or array.dtype.kind not in "biuf":
+        raise FedgraftError(
+            "E-DATA-LABEL-SETS",
+            f"label sets must be a matrix of 0 and 1 with two findings or more, but they are {array.dtype} "
+            f"{array.shape}",
+            "give one column per finding; NaN or -1 is unknown",
+            shape=array.shape,
+        )
+    numbers = array.astype(float)
+    findings = np.where(np.isnan(numbers), -1, numbers)
+    wrong = ~np.isin(findings, (-1, 0, 1))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0].tolist()
+        raise FedgraftError(
+            "E-DATA-LABEL-SET-VALUE",
+            f"a label set has the value {array[row, column]} in row {row}, column {column}",
+            "write 0, 1, or for an unknown label NaN or -1",
+            row=row,
+            column=column,
+        )
+    if names is None:
+        names = range(array.shape[1])
+    classes = tuple(map(str, names))
+    if len(classes) != array.shape[1] or len(set(classes)) != len(classes):
+        raise FedgraftError(
+            "E-DATA-FINDING-NAMES",
+            f"{array.shape[1]} findings need as many different names, but they are "
+            f"{', '.join(classes)[:_NAMED_LENGTH]}",
+            "give one name per column",
+            findings=array.shape[1],
+            names=len(classes),
+        )
+    return findings.astype(np.int8), classes
+
+
+def set_numbers(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the number of each row's label set, int64 (N,), for several parts (train, test) of label sets (N, C).
+
+    Sets of fewer than ten rows in all are one number together: splits could not divide them.
+    """
+    rows = np.concatenate(parts)
+    _, place, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
+    common = counts >= _SMALLEST_SET
+    number = np.where(common, np.cumsum(common), 0)  # 0: the rare sets
+    numbers = number[place.reshape(-1)].astype(np.int64)
+    ends = np.cumsum([len(part) for part in parts])
+    return np.split(numbers, ends[:-1])
+
+
+Rows = TypeVar("Rows", bound=Labelled)
+
+
+def with_findings(stores: Sequence[Rows], findings: Sequence[np.ndarray]) -> list[Rows]:
+    """Return the stores of several parts (train, test) with these label sets (N, C) in place of their labels."""
+    made = []
+    for store, sets, numbers in zip(stores, findings, set_numbers(findings), strict=True):
+        if sets.shape != (len(store), len(store.classes)):
+            raise FedgraftError(
+                "E-DATA-LABEL-COUNT",
+                f"{len(store)} rows need as many label sets of {len(store.classes)} findings, but these are "
+                f"{sets.shape}",
+                "give one row of labels per image",
+                shape=sets.shape,
+            )
+        digest = short_digest(store.digest, "findings", sets.tobytes())
+        made.append(replace(store, labels=numbers, findings=sets, digest=digest))
+    return made
+
+
+def require_classes(rows: Labelled, what: str) -> None:
+    """Refuse rows with label sets; `what` is the subject of the error's sentence."""
+    if rows.findings is not None:
+        raise FedgraftError(
+            "E-DATA-ONE-CLASS",
+            f"{what} needs one class per image, and these images have sets of findings",
+            "see docs/data.md, Several findings per image",
+            what=what,
+        )
 
 
 def check_range(labels: np.ndarray, classes: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedgraft.config.load import Config, validate
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
+from fedgraft.data.labelled import require_classes
 from fedgraft.data.partition import make_partition
 from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources import Dataset, load_dataset, open_path
@@ -76,6 +77,7 @@ def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> 
     `source` is the format of `path`, empty: detected; `classes` empty: the data's own.
     """
     dataset = renamed(load_own(source, path), config.data.class_map)
+    require_classes(dataset.train, "a deployment")
     classes = classes or config.data.class_names or ()
     if classes:
         dataset = Dataset(dataset.name, dataset.train.named(classes), dataset.test.named(classes))
@@ -108,6 +110,7 @@ def remote_data(
         if not source and config.data.source in _SOURCES_WITH_FORMAT:
             source = config.data.source
         dataset = load_own(source, server_data)
+        require_classes(dataset.train, "a deployment")
     else:
         dataset = empty_dataset(config, classes or config.data.class_names or _reported_classes(facts))
     _check_classes(dataset.classes, facts)

@@ -109,7 +109,8 @@ def evaluate_on_nodes(
             clients = [response.client for response in responses]
             sums = measure.hidden_sums(state.vector, int(time.time()) % 2**31, "test", clients)
         else:
-            sums = scores.merge_scores([validated_sums(response, len(classes)) for response in responses], len(classes))
+            parts = [validated_sums(response, measure.layouts) for response in responses]
+            sums = scores.merge_scores(parts, len(classes), measure.layouts)
         result["pooled"] = report(sums, metric_names, classes)
         result |= tables(sums, metric_names)
     folder.mkdir(parents=True, exist_ok=True)

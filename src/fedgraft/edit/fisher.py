@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fedgraft.core.device import Device, fetch, fetch_all
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.label_sets import UNKNOWN, are_label_sets, logit_errors
 from fedgraft.core.progress import counted
 from fedgraft.edit.sample_gradients import SampleSquares, scorable_names, scoring_mode
 
@@ -89,12 +90,16 @@ def logit_gradients(
 ) -> Iterator[Tensor]:
     """Yield the gradients of the loss with respect to the logits (B, C), up to sign: one, or C for `expected`.
 
-    `targets` are the data's labels (B,), `labels` one of `LABELS`; the random ones need the generator.
+    `targets` are the data's labels (B,), or label sets (B, C), of which only the known ones have a gradient. `labels`
+    is one of `LABELS`; the random ones need the generator.
     """
     if labels not in LABELS:
         raise FedgraftError(
             "E-EDIT-LABELS", f"labels={labels!r} does not exist", f"choose one of {', '.join(LABELS)}", labels=labels
         )
+    if are_label_sets(targets):
+        yield from _label_set_gradients(logits, targets, labels, generator)
+        return
     probability = logits.softmax(1)
     if labels == "true":
         yield _centred(probability, targets)
@@ -103,12 +108,7 @@ def logit_gradients(
             same_class = torch.full_like(targets, c)
             yield probability[:, c : c + 1].sqrt() * _centred(probability, same_class)
     elif generator is None:
-        raise FedgraftError(
-            "E-EDIT-LABELS-GENERATOR",
-            f"labels={labels!r} draws at random and has no generator",
-            "pass a torch generator",
-            labels=labels,
-        )
+        raise _no_generator(labels)
     elif labels == "rademacher":
         signs = torch.randint(0, 2, logits.shape, generator=generator).to(logits.dtype) * 2 - 1
         noise = Device(logits.device).put(signs)
@@ -122,6 +122,50 @@ def logit_gradients(
             yield _centred(probability, drawn)
         else:
             yield _one_hot(probability, drawn)
+
+
+def _no_generator(labels: str) -> FedgraftError:
+    return FedgraftError(
+        "E-EDIT-LABELS-GENERATOR",
+        f"labels={labels!r} draws at random and has no generator",
+        "pass a torch generator",
+        labels=labels,
+    )
+
+
+def _label_set_gradients(
+    logits: Tensor, targets: Tensor, labels: str, generator: torch.Generator | None
+) -> Iterator[Tensor]:
+    """Yield what `logit_gradients` yields where every output is a finding of its own, present or absent.
+
+    The Fisher matrix of independent outputs with probabilities p is diagonal, p (1 - p), so that `expected` has one
+    gradient for each finding, and `rademacher` the root of p (1 - p) with random signs.
+    """
+    if labels == "true":
+        yield logit_errors(logits, targets)
+        return
+    known = (targets != UNKNOWN).to(logits.dtype)
+    probability = logits.sigmoid()
+    spread = (probability * (1 - probability)).sqrt() * known
+    if labels == "expected":
+        for c in range(logits.shape[1]):
+            column = torch.zeros_like(spread)
+            column[:, c] = spread[:, c]
+            yield column
+        return
+    if generator is None:
+        raise _no_generator(labels)
+    device = Device(logits.device)
+    if labels == "rademacher":
+        signs = torch.randint(0, 2, logits.shape, generator=generator).to(logits.dtype) * 2 - 1
+        yield spread * device.put(signs)
+        return
+    # Drawn on the host, whose stream is the same on every machine.
+    drawn = device.put(torch.bernoulli(fetch(probability), generator=generator))
+    if labels == "sampled":
+        yield (probability - drawn) * known
+    else:
+        yield drawn * known
 
 
 def _one_hot(probability: Tensor, classes: Tensor) -> Tensor:

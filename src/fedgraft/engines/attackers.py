@@ -20,6 +20,7 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext
 from fedgraft.core.client_memory import ClientMemory, Remembering
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.label_sets import require_classes
 from fedgraft.core.messages import Request, Response, unpack_bits
 from fedgraft.core.protocols import Examples
 from fedgraft.core.rng import numpy_stream, torch_stream
@@ -325,6 +326,7 @@ def make_copies(context: ClientContext, client: int, attack: str, seed: int, tri
     """
     rows = context.rows(client)
     labels = context.examples.labels[rows].clone()
+    require_classes(labels, f"the attack {attack!r}")
     marked = torch.zeros(len(rows), dtype=torch.bool)
     if attack == "label_flip":
         return Copies(rows, flip_labels(labels, context.network.classes), marked)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.device import Device, fetch
+from fedgraft.core.label_sets import mean_loss
 from fedgraft.core.protocols import Examples, Network
-from fedgraft.local.losses import LossContext, cross_entropy
 from fedgraft.local.train import Flat
 
 
@@ -69,7 +69,6 @@ class AdaptiveStart:
         keep = device.put(memory.get("keep", torch.zeros(flat.trained)))
         count = max(1, round(self.share * len(rows)))
         sample = rows[torch.randperm(len(rows), generator=stream)[:count]]
-        loss = cross_entropy().begin(LossContext(network, examples.labels[rows], network.classes))
         passes = self.first_passes
         if "keep" in memory:
             passes = 1
@@ -81,7 +80,7 @@ class AdaptiveStart:
                 network.eval()
                 inputs = device.put(examples.batch(batch))
                 labels = device.put(examples.labels[batch])
-                loss(network, inputs, labels, examples.entry).backward()
+                mean_loss(network(inputs, examples.entry), labels).backward()
                 keep = (keep - self.rate * flat.gradient() * gap).clamp(0, 1)
         flat.load(common)
         return fetch(keep)

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy as softmax_loss
 from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
 from fedgraft.core.device import Device
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.label_sets import are_label_sets, counts_of, label_losses, require_classes
 from fedgraft.core.protocols import Network
 from fedgraft.core.ranges import NotNegative, Positive, Rest, in_range
 from fedgraft.core.registry import LOSSES
@@ -44,18 +45,21 @@ class LossContext:
 
     network: Network
     labels: Tensor
-    """The labels of this client's training rows, int64 (n,), on the host."""
+    """The labels of this client's training rows, int64 (n,) or label sets (n, classes), on the host."""
     classes: int
     memory: Mapping[str, Tensor] = field(default_factory=dict)
     values: Tensor = field(default_factory=lambda: torch.empty(0))
     """The present model, on the trained coordinates and their statistics; steps change it in place."""
     look: Look = _no_other_models
     federation: Tensor | None = None
-    """Training images of each class over all clients (classes,), if the run requested them."""
+    """Training images of each class over all clients (classes,), if the run requested them; of label sets (2, classes):
+    from how many each finding is absent, and in how many it is present."""
 
     @property
     def counts(self) -> Tensor:
-        """Training images of each class of this client, int64 (classes,), on the network's device."""
+        """Training images of each class of this client, as `federation` has them, int64, on the network's device."""
+        if are_label_sets(self.labels):
+            return Device.of(self.network).put(counts_of(self.labels))
         return Device.of(self.network).put(torch.bincount(self.labels, minlength=self.classes))
 
 
@@ -74,7 +78,8 @@ class Loss:
     """The label smoothing of a plain cross-entropy, whose gradient an engine may compute by itself; else None."""
     needs: Capabilities = NOTHING
     """What it requires of the other slots: `TRAINED_BODY` if it compares features, `FIXED_COORDINATES` if it stores a
-    model from round to round, `CLASS_COUNTS` if it reads `LossContext.federation`."""
+    model from round to round, `CLASS_COUNTS` if it reads `LossContext.federation`, `ONE_CLASS` if it has no meaning for
+    label sets."""
     provides: ClassVar[Capabilities] = NOTHING
 
     @property
@@ -97,6 +102,7 @@ def cross_entropy(label_smoothing: Rest = 0.0, class_weights: Literal["own", "fe
 
     def begin(context: LossContext) -> Value:
         """Return the loss of a batch, with class weights if they are configured."""
+        require_classes(context.labels, "cross-entropy")
         weight: Tensor | None = None
         if class_weights is not None:
             weight = balancing(known_counts(context, from_federation))
@@ -109,10 +115,10 @@ def cross_entropy(label_smoothing: Rest = 0.0, class_weights: Literal["own", "fe
     smoothing: float | None = None
     if class_weights is None:
         smoothing = label_smoothing
-    needs = NOTHING
+    needs: set[Capability] = {Capability.ONE_CLASS}
     if from_federation:
-        needs = frozenset({Capability.CLASS_COUNTS})
-    return Loss("cross_entropy", begin, smoothing=smoothing, needs=needs)
+        needs.add(Capability.CLASS_COUNTS)
+    return Loss("cross_entropy", begin, smoothing=smoothing, needs=frozenset(needs))
 
 
 def known_counts(context: LossContext, federation: bool) -> Tensor:
@@ -135,7 +141,13 @@ def balancing(counts: Tensor) -> Tensor:
 
 
 def positive_weights(counts: Tensor) -> Tensor:
-    """Return (n - n_c) / n_c for each class: how many images of others come with one of it; 1 where it has none."""
+    """Return (n - n_c) / n_c for each class: how many images of others come with one of it; 1 where it has none.
+
+    `counts` are images by class, or of label sets (2, classes) those without and with each finding.
+    """
+    if counts.ndim == 2:
+        absent, present = counts
+        return torch.where(present > 0, absent / present.clamp(min=1), 1.0).float()
     others = counts.sum() - counts
     return torch.where(counts > 0, others / counts.clamp(min=1), 1.0).float()
 
@@ -145,7 +157,7 @@ def one_vs_all(label_smoothing: Rest = 0.0, positives: Literal["own", "federatio
     """Return the binary cross-entropy of every class against all others, summed over classes (OvA-LP, 2511.05028).
 
     The logits of different classes share no softmax, so that a client that lacks a class says of it only that its own
-    images do not belong to it.
+    images do not belong to it. On label sets it is the sum over the known labels of an image.
 
     Args:
         label_smoothing: share of each class's target that moves to one half
@@ -163,6 +175,8 @@ def one_vs_all(label_smoothing: Rest = 0.0, positives: Literal["own", "federatio
         def value(network: Network, inputs: Tensor, labels: Tensor, entry: int) -> Tensor:
             """Return the sum over classes, mean over the batch."""
             logits = network(inputs, entry)  # (B, classes)
+            if are_label_sets(labels):
+                return label_losses(logits, labels, label_smoothing, weight).sum(1).mean()
             targets = one_hot(labels, context.classes).to(logits.dtype)
             targets = targets * (1 - label_smoothing) + label_smoothing / 2
             losses = binary_cross_entropy_with_logits(logits, targets, pos_weight=weight, reduction="none")
@@ -174,6 +188,13 @@ def one_vs_all(label_smoothing: Rest = 0.0, positives: Literal["own", "federatio
     if from_federation:
         needs = frozenset({Capability.CLASS_COUNTS})
     return Loss("one_vs_all", begin, needs=needs)
+
+
+def for_label_sets(loss: Loss) -> Loss:
+    """Return plain cross-entropy as it is on label sets, `one_vs_all` with its smoothing; any other loss unchanged."""
+    if loss.name == "cross_entropy" and loss.smoothing is not None:
+        return one_vs_all(loss.smoothing)
+    return loss
 
 
 def margins(counts: Tensor, tau: float) -> Tensor:
@@ -196,6 +217,7 @@ def calibrated(tau: NotNegative = 1.0, label_smoothing: Rest = 0.0) -> Loss:
 
     def begin(context: LossContext) -> Value:
         """Return the loss of a batch, with margins from the client's class counts."""
+        require_classes(context.labels, "FedLC")
         margin = margins(context.counts.float(), tau)
 
         def value(network: Network, inputs: Tensor, labels: Tensor, entry: int) -> Tensor:
@@ -203,7 +225,7 @@ def calibrated(tau: NotNegative = 1.0, label_smoothing: Rest = 0.0) -> Loss:
 
         return value
 
-    return Loss("calibrated", begin)
+    return Loss("calibrated", begin, needs=frozenset({Capability.ONE_CLASS}))
 
 
 @in_range
@@ -221,6 +243,7 @@ def contrastive(weight: NotNegative = 1.0, temperature: Positive = 0.5, label_sm
 
     def begin(context: LossContext) -> Value:
         """Return the loss of a batch; plain cross-entropy where there is nothing to contrast with."""
+        require_classes(context.labels, "MOON")
         previous = context.memory.get("previous_model")
         common = context.values.clone()
         if weight == 0 or previous is None or previous.shape != common.shape:
@@ -240,7 +263,7 @@ def contrastive(weight: NotNegative = 1.0, temperature: Positive = 0.5, label_sm
         "contrastive",
         begin,
         lambda context: {"previous_model": context.values.clone()},
-        needs=frozenset({Capability.TRAINED_BODY, Capability.FIXED_COORDINATES}),
+        needs=frozenset({Capability.TRAINED_BODY, Capability.FIXED_COORDINATES, Capability.ONE_CLASS}),
     )
 
 

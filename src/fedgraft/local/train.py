@@ -137,6 +137,8 @@ class LocalTraining:
     def requires(self) -> Capabilities:
         """What its own options need, without those of optimizer and correction."""
         required: set[Capability] = set()
+        if self.sampling != "uniform":
+            required.add(Capability.ONE_CLASS)
         if self.sampling == "federation":
             required.add(Capability.CLASS_COUNTS)
         by_client = self.sampling != "uniform" or self.amp == "float16"  # by its classes, by its loss scale

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from fedgraft.core.device import Device, evaluation_precision, fetch, inputs_on
+from fedgraft.core.label_sets import are_label_sets, exact_matches, loss_sum
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.local.forward_memory import images_at_once
-from fedgraft.metrics.scores import LOSS_LIMIT, count_scores, merge_scores, true_class_rank
+from fedgraft.metrics.label_scores import count_label_scores
+from fedgraft.metrics.scores import LOSS_LIMIT, count_scores, true_class_rank
+from fedgraft.metrics.sums import merge_sums
 
 TOP_K = 5
 """An image counts for `top5` if its class is among this many highest scores."""
@@ -31,7 +33,11 @@ EVALUATION_BATCH = 512
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss and accuracies (fractions) over `count` examples. Law: `a + b` is the evaluation of both sets."""
+    """Mean loss and accuracies (fractions) over `count` examples. Law: `a + b` is the evaluation of both sets.
+
+    Of label sets the accuracy is the share of examples whose known labels are all right at a probability of one half;
+    there `top5` has no meaning and is the same number.
+    """
 
     loss: float
     accuracy: float
@@ -102,14 +108,14 @@ def evaluate_with_sums(
             return result
 
         if scores:
-            sums = merge_scores([], network.classes)
+            sums = merge_sums([], network.classes, network.label_sets)
         # Added up as they come: the sums of one batch are megabytes where classes are many.
         for result in _in_order(measure, batches, threads):
             loss += result.loss
             correct += result.correct
             within_top_k += result.within_top_k
             if scores:
-                sums = merge_scores([sums, result.sums], network.classes)
+                sums = merge_sums([sums, result.sums], network.classes, network.label_sets)
     n = max(1, len(rows))
     return Evaluation(loss / n, correct / n, within_top_k / n, len(rows)), sums
 
@@ -132,7 +138,11 @@ def _in_order(
 
 
 def evaluation_of(sums: Mapping[str, Tensor]) -> Evaluation:
-    """Return loss and accuracies from the sums of `metrics.scores` alone; without images all are zero."""
+    """Return loss and accuracies from the sums for metrics alone; without images all are zero."""
+    if "matches" in sums:
+        images = int(sums["matches"][0])
+        exact = float(sums["matches"][1]) / max(1, images)
+        return Evaluation(float(sums["loss"][0]) / max(1, images), exact, exact, images)
     images = int(sums["confusion"].sum())
     n = max(1, images)
     correct = float(sums["confusion"].diagonal().sum())
@@ -148,10 +158,16 @@ def _evaluate_batch(
     inputs = inputs_on(Device.of(network), examples, rows)
     with evaluation_precision(network):
         logits = fetch(network(inputs, examples.entry).float())
+    if are_label_sets(labels):
+        matches = int(exact_matches(logits, labels).sum())
+        label_sums: dict[str, Tensor] = {}
+        if scores:
+            label_sums = count_label_scores(logits, labels, largest_loss)
+        return _BatchResult(float(loss_sum(logits, labels)), matches, matches, label_sums)
     rank = true_class_rank(logits, labels)
     correct = int((rank == 0).sum())
     within_top_k = int((rank < TOP_K).sum())
-    loss = float(cross_entropy(logits, labels, reduction="sum"))
+    loss = float(loss_sum(logits, labels))
     sums: dict[str, Tensor] = {}
     if scores:
         sums = count_scores(logits, labels, network.classes, largest_loss)

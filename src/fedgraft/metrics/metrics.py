@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.metrics import intervals
-from fedgraft.metrics.names import METRIC_NAMES
+from fedgraft.metrics.names import LABEL_SET_NAMES, METRIC_NAMES
 
 Array = np.ndarray
 
-NAMES = tuple(name for name in METRIC_NAMES if name != "confusion")
+NAMES = tuple(name for name in METRIC_NAMES if name != "confusion" and name not in LABEL_SET_NAMES)
 """The metrics that are numbers."""
 BY_CLASS_ONLY = ("sensitivity", "specificity")
 """Metrics that have no value over all classes."""
@@ -100,34 +100,34 @@ def metric_arrays(sums: Mapping[str, Array]) -> dict[str, Array]:
     predicted = confusion.sum(0)
     n = confusion.sum()
     won_pairs = (positive * (negative.cumsum(1) - negative / 2)).sum(1)  # a pair in one bin counts half
-    sensitivity = _ratio(hits, size)
-    f1 = np.where(size > 0, _ratio(2 * hits, size + predicted), np.nan)
-    auroc = _ratio(won_pairs, positive.sum(1) * negative.sum(1))
+    sensitivity = ratio(hits, size)
+    f1 = np.where(size > 0, ratio(2 * hits, size + predicted), np.nan)
+    auroc = ratio(won_pairs, positive.sum(1) * negative.sum(1))
     return {
-        "accuracy": _ratio(hits.sum(), n),
-        "top5": _ratio(sums["top5"][0], n),
-        "balanced_accuracy": _mean_defined(sensitivity),
-        "f1": _mean_defined(f1),
-        "auroc": _mean_defined(auroc),
-        "calibration_error": _ratio(np.abs(confidence - correct).sum(), n),
-        "log_loss": _ratio(sums["loss"][0], n),
+        "accuracy": ratio(hits.sum(), n),
+        "top5": ratio(sums["top5"][0], n),
+        "balanced_accuracy": mean_defined(sensitivity),
+        "f1": mean_defined(f1),
+        "auroc": mean_defined(auroc),
+        "calibration_error": ratio(np.abs(confidence - correct).sum(), n),
+        "log_loss": ratio(sums["loss"][0], n),
         "sensitivity:": sensitivity,
-        "specificity:": _ratio(n - size - predicted + hits, n - size),
+        "specificity:": ratio(n - size - predicted + hits, n - size),
         "f1:": f1,
         "auroc:": auroc,
     }
 
 
-def _ratio(numerator: Array, denominator: Array) -> Array:
+def ratio(numerator: Array, denominator: Array) -> Array:
     """Return the quotient, NaN where the denominator is not positive."""
     numerator = np.asarray(numerator, float)
     denominator = np.asarray(denominator, float)
     return np.divide(numerator, denominator, out=np.full(numerator.shape, np.nan), where=denominator > 0)
 
 
-def _mean_defined(by_class: Array) -> Array:
+def mean_defined(by_class: Array) -> Array:
     """Return the mean over the classes for which the metric is defined."""
-    return _ratio(np.nansum(by_class), (~np.isnan(by_class)).sum())
+    return ratio(np.nansum(by_class), (~np.isnan(by_class)).sum())
 
 
 def compute(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Metric | None]:
@@ -135,7 +135,7 @@ def compute(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Metri
 
     `sums` are those of `metrics.scores`, `names` the classes. None: the metric is undefined for these images.
     """
-    arrays = _as_numpy(sums)
+    arrays = as_numpy(sums)
     _check_names(arrays["confusion"], names)
     values = metric_arrays(arrays)
     metrics: dict[str, Metric | None] = {}
@@ -148,8 +148,13 @@ def compute(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Metri
 
 def metric_values(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]:
     """Return the defined metrics without intervals, named as in `compute`, whose arguments it has."""
+    return named_values(metric_arrays(as_numpy(sums)), names)
+
+
+def named_values(arrays: Mapping[str, Array], names: Sequence[str]) -> dict[str, float]:
+    """Return the defined ones of the metrics of `metric_arrays`, those of one class as `name:class`."""
     flat: dict[str, float] = {}
-    for key, value in metric_arrays(_as_numpy(sums)).items():
+    for key, value in arrays.items():
         if not key.endswith(":"):
             flat[key] = float(value)
             continue
@@ -158,7 +163,7 @@ def metric_values(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str,
     return {name: number for name, number in flat.items() if not np.isnan(number)}
 
 
-def _as_numpy(sums: Mapping[str, Tensor]) -> dict[str, Array]:
+def as_numpy(sums: Mapping[str, Tensor]) -> dict[str, Array]:
     """Return the sums as float64 arrays."""
     return {name: tensor.detach().cpu().double().numpy() for name, tensor in sums.items()}
 
@@ -182,7 +187,12 @@ def select_value(sums: Mapping[str, Tensor], metric: str, names: Sequence[str] |
     if names is None:
         names = [str(number) for number in range(len(sums["confusion"]))]
     check_metric(metric, names)
-    value = metric_values(sums, names).get(metric)
+    return chosen_value(metric_values(sums, names), metric)
+
+
+def chosen_value(values: Mapping[str, float], metric: str) -> float:
+    """Return one of the metrics as a number by which to choose: higher is better; raise if it is undefined."""
+    value = values.get(metric)
     if value is None:
         raise FedgraftError(
             "E-METRICS-UNDEFINED",
@@ -233,7 +243,7 @@ def _share_metrics(
     n = confusion.sum()
     present = size > 0
     metrics = {"accuracy": share(hits.sum(), n), "top5": share(sums["top5"][0], n)}
-    metrics["balanced_accuracy"] = _mean_metric(
+    metrics["balanced_accuracy"] = mean_metric(
         values["sensitivity:"][present],
         intervals.wilson(hits[present], size[present]),
         intervals.share_covariance(hits[present], size[present]),
@@ -263,8 +273,8 @@ def _f1_metrics(
     for i in range(len(score)):
         by_class.append(Metric(float(score[i]), float(low[i]), float(high[i]), int(involved[i])))
     covariance = intervals.f1_covariance(confusion)[np.ix_(present, present)]
-    mean = _mean_metric(score, (low, high), covariance, int(confusion.sum()))
-    return {"f1": mean} | _by_class_name("f1", by_class, present, names)
+    mean = mean_metric(score, (low, high), covariance, int(confusion.sum()))
+    return {"f1": mean} | by_class_name("f1", by_class, present, names)
 
 
 def _histogram_auroc_metrics(
@@ -274,7 +284,7 @@ def _histogram_auroc_metrics(
     negative, positive = sums["histogram"]  # (C, B) each
     sides = np.stack([negative.sum(1), positive.sum(1)])
     defined = sides.min(0) > 0
-    bound = _ratio((positive * negative).sum(1) / 2, sides.prod(0))[defined]
+    bound = ratio((positive * negative).sum(1) / 2, sides.prod(0))[defined]
     return auroc_metrics(values["auroc:"][defined], bound, sides, None, names)
 
 
@@ -295,8 +305,8 @@ def auroc_metrics(
     for i in range(len(area)):
         by_class.append(Metric(float(area[i]), float(low[i]), float(high[i]), n, binned=float(bound[i])))
     mean_bound = float(bound.sum() / max(1, len(bound)))
-    mean = _mean_metric(area, (low, high), covariance, n, binned=mean_bound)
-    return {"auroc": mean} | _by_class_name("auroc", by_class, defined, names)
+    mean = mean_metric(area, (low, high), covariance, n, binned=mean_bound)
+    return {"auroc": mean} | by_class_name("auroc", by_class, defined, names)
 
 
 def _error_metrics(sums: Mapping[str, Array], values: Mapping[str, Array]) -> dict[str, Metric | None]:
@@ -313,7 +323,7 @@ def _error_metrics(sums: Mapping[str, Array], values: Mapping[str, Array]) -> di
     }
 
 
-def _mean_metric(
+def mean_metric(
     values: Array, limits: tuple[Array, Array], covariance: Array | None, n: int, unit: str = "", binned: float = 0.0
 ) -> Metric | None:
     """Return the mean over classes as a metric; None without classes.
@@ -331,7 +341,7 @@ def _mean_metric(
     return Metric(float(values.mean()), max(0.0, float(low)), min(1.0, float(high)), n, unit, binned=binned)
 
 
-def _by_class_name(
+def by_class_name(
     metric: str, defined_metrics: Sequence[Metric], defined: Array, names: Sequence[str]
 ) -> dict[str, Metric | None]:
     """Return `metric:class` for every class: the next of `defined_metrics` where it is `defined`, else None."""

@@ -70,7 +70,7 @@ def log_odds(logits: Tensor) -> Tensor:
     clean = _clean_logits(logits)
     log_probability = clean.log_softmax(1).clamp(max=-torch.finfo(torch.float64).tiny)
     log_complement = torch.log(-torch.expm1(log_probability))
-    return _round(log_probability - log_complement + math.log(max(1, logits.shape[1] - 1)))
+    return rounded(log_probability - log_complement + math.log(max(1, logits.shape[1] - 1)))
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def score_images(logits: Tensor, labels: Tensor, classes: int, largest_loss: flo
         prediction=predicted_classes(logits),
         within_top5=true_class_rank(logits, labels) < 5,
         bins=bin_numbers(log_odds(logits)),
-        confidence=_round(confidence),
+        confidence=rounded(confidence),
         loss=loss,
     )
 
@@ -153,7 +153,7 @@ def sum_scores(images: ImageScores, classes: int) -> dict[str, Tensor]:
         "top5": images.within_top5.sum().double().view(1),
         "histogram": _count(cells.flatten(), 2 * classes * BINS).view(2, classes, BINS),
         "calibration": torch.stack(calibration),
-        "loss": torch.stack([_round(images.loss).sum(), _round(images.loss.square()).sum()]),
+        "loss": torch.stack([rounded(images.loss).sum(), rounded(images.loss.square()).sum()]),
     }
 
 
@@ -165,9 +165,16 @@ def count_scores(logits: Tensor, labels: Tensor, classes: int, largest_loss: flo
     return sum_scores(score_images(logits, labels, classes, largest_loss), classes)
 
 
-def merge_scores(parts: Iterable[Mapping[str, Tensor]], classes: int) -> dict[str, Tensor]:
-    """Return the sums (by name) of several sets of images added up; zeros if there is no set."""
-    total = {name: torch.zeros(layout.shape, dtype=torch.float64) for name, layout in sum_layouts(classes).items()}
+def merge_scores(
+    parts: Iterable[Mapping[str, Tensor]], classes: int, layouts: Mapping[str, SumLayout] | None = None
+) -> dict[str, Tensor]:
+    """Return the sums (by name) of several sets of images added up; zeros if there is no set.
+
+    `layouts` None: those of `sum_layouts`.
+    """
+    if layouts is None:
+        layouts = sum_layouts(classes)
+    total = {name: torch.zeros(layout.shape, dtype=torch.float64) for name, layout in layouts.items()}
     for part in parts:
         for name, value in total.items():
             if part[name].shape != value.shape:
@@ -183,9 +190,8 @@ def merge_scores(parts: Iterable[Mapping[str, Tensor]], classes: int) -> dict[st
     return total
 
 
-def is_plausible_sum(name: str, tensor: Tensor | None, classes: int) -> bool:
-    """Return whether a tensor can be the sum `name` of one client: shape, type, finite, not negative, in its limit."""
-    layout = sum_layouts(classes)[name]
+def is_plausible_sum(layout: SumLayout, tensor: Tensor | None) -> bool:
+    """Return whether a tensor can be a sum of one client: shape, type, finite, not negative, in its limit."""
     if tensor is None or tensor.shape != layout.shape or tensor.dtype != torch.float64:
         return False
     return bool(tensor.isfinite().all() and (tensor >= 0).all() and (tensor <= layout.limit).all())
@@ -201,7 +207,7 @@ def _weighted_count(places: Tensor, weights: Tensor, length: int) -> Tensor:
     return torch.bincount(places, weights.double(), minlength=length).double()
 
 
-def _round(values: Tensor) -> Tensor:
+def rounded(values: Tensor) -> Tensor:
     """Return the values rounded to multiples of `STEP`."""
     return (values / STEP).round() * STEP
 

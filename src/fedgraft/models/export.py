@@ -36,6 +36,8 @@ def export_model(
     text of README.md.
     """
     classifier = to_classifier(network, label_names(network, labels))
+    if network.label_sets:
+        classifier.config.problem_type = "multi_label_classification"
     with atomic_folder(Path(folder)) as new_folder:
         with quiet():
             classifier.save_pretrained(new_folder)

@@ -91,6 +91,8 @@ class VisionNetwork(nn.Module):
         self.width = head.in_features
         self.classes = head.out_features
         """Number of classes; 0: there is no head yet."""
+        self.label_sets = False
+        """Whether its outputs are findings, of which an image has any number, not classes that exclude each other."""
         self.mean: Sequence[float] = IMAGENET_MEAN
         self.std: Sequence[float] = IMAGENET_STD
         """The normalisation of the pixels that the backbone was trained with."""

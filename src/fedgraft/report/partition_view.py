@@ -27,8 +27,7 @@ def show_partition(config: Config, out: Path | None, console: Console) -> None:
             value = "none"
         table.add_row(name.replace("_", " "), str(value))
     console.print(table)
-    labels = np.asarray(federated.dataset.train.labels)[federated.train]
-    matrix = federated.partition.histogram(labels, federated.classes)
+    matrix = federated.histogram()
     console.print(_shaded(matrix[:SHOWN]), highlight=False, markup=False, soft_wrap=True)
     if out is None:
         return

@@ -115,7 +115,9 @@ def _without_data(config: Config, latest: Checkpoint) -> Adapted:
     trainable = config.trainable.model_copy(update={"match_norm": None})  # which would measure gradients
     config = config.model_copy(update={"trainable": trainable})
     empty_probe = FeatureExamples(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0)
-    setup = setup_of(config, absent_data(config, latest.meta["classes"]), for_training=False)
+    setup = setup_of(
+        config, absent_data(config, latest.meta["classes"], bool(latest.meta.get("label_sets"))), for_training=False
+    )
     return reopened(setup, latest, probe=empty_probe)
 
 

@@ -15,12 +15,12 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from fedgraft.client.actions import action_named
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.device import Device, evaluation_precision, fetch, inputs_on, precision_of
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.label_sets import are_label_sets, exact_matches, mean_loss
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.network_digest import digest
 from fedgraft.core.progress import phase
@@ -82,8 +82,28 @@ def ridge_head(sums: Sums, penalty: float | None, scorer: HeadScorer) -> tuple[T
     """
     statistics = sums.ask(action_named("statistics"))
     penalties = GRID if penalty is None else (penalty,)
-    heads = [(solve(statistics["gram"], statistics["cross"], value), value) for value in penalties]
+    absent = statistics.get("absent")
+    heads = [(solve(statistics["gram"], statistics["cross"], value, absent), value) for value in penalties]
+    if absent is not None:
+        return least_loss(heads, scorer)
     return strongest_penalty(heads, scorer)
+
+
+def least_loss(heads: Sequence[tuple[Tensor, float]], scorer: HeadScorer) -> tuple[Tensor, float]:
+    """Return the (head, penalty) of the largest penalty whose loss at its best scale is within half a nat of the least.
+
+    It is for label sets: where findings are rare, a head that never says any is right about most images.
+    """
+    scales = torch.logspace(0, 2.5, 6, dtype=torch.float64).tolist()
+    scaled = [head * scale for head, _ in heads for scale in scales]
+    losses = torch.tensor([loss for _, loss in scorer(scaled)], dtype=torch.float64)
+    by_head = losses.view(len(heads), len(scales)).min(1).values
+    limit = float(by_head.min()) + 0.5 / scorer.count
+    good_enough = []
+    for head_and_penalty, loss in zip(heads, by_head.tolist(), strict=True):
+        if loss <= limit:
+            good_enough.append(head_and_penalty)
+    return max(good_enough, key=lambda head_and_penalty: head_and_penalty[1])
 
 
 def strongest_penalty(heads: Sequence[tuple[Tensor, float]], scorer: HeadScorer) -> tuple[Tensor, float]:
@@ -102,16 +122,19 @@ def strongest_penalty(heads: Sequence[tuple[Tensor, float]], scorer: HeadScorer)
     return max(good_enough, key=lambda head_and_penalty: head_and_penalty[1])
 
 
-def solve(gram: Tensor, cross: Tensor, penalty: float) -> Tensor:
+def solve(gram: Tensor, cross: Tensor, penalty: float, absent: Tensor | None = None) -> Tensor:
     """Return the ridge head (ZᵀZ + λI)⁻¹ ZᵀY on centred targets, (classes, width + 1).
 
-    `gram` is ZᵀZ, `cross` ZᵀY; λ is `penalty` times the mean feature energy, and the bias is not penalised.
+    `gram` is ZᵀZ, `cross` ZᵀY; λ is `penalty` times the mean feature energy, and the bias is not penalised. For label
+    sets `absent` is Zᵀ of the absent findings; targets are ±1/2, and 0 where it is unknown whether a finding is there.
     """
     width = len(gram) - 1
     energy = gram.diagonal()[:width].mean()
     damping = torch.eye(width + 1, dtype=gram.dtype) * penalty * energy
     damping[width, width] = 0
     targets = cross.clone()
+    if absent is not None:
+        return torch.linalg.solve(gram + damping, (targets - absent) / 2).T
     targets -= gram[:, -1:] / cross.shape[1]  # labels become ±: one-hot minus 1/C, so that unseen classes stay at rest
     return torch.linalg.solve(gram + damping, targets).T
 
@@ -181,8 +204,12 @@ class LocalScorer:
         measured = []
         for head in heads:
             logits = self.features @ head.T
-            accuracy = float((predicted_classes(logits) == self.labels).double().mean())
-            loss = float(cross_entropy(logits, self.labels))
+            if are_label_sets(self.labels):
+                right = exact_matches(logits, self.labels)
+            else:
+                right = predicted_classes(logits) == self.labels
+            accuracy = float(right.double().mean())
+            loss = float(mean_loss(logits, self.labels))
             measured.append((accuracy, loss))
         return measured
 

@@ -22,6 +22,7 @@ from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Examples
 from fedgraft.core.state import ServerState
 from fedgraft.metrics import metrics, scores
+from fedgraft.metrics import sums as metric_sums
 from fedgraft.metrics.evaluate import Evaluation, evaluate_with_sums, evaluation_of
 from fedgraft.runs.head_init import mean_counts, no_images_error, sum_counts
 from fedgraft.runs.open_run import OpenRun
@@ -77,6 +78,11 @@ class Measure:
         return self.setup.task.data.dataset.classes
 
     @property
+    def layouts(self) -> dict[str, scores.SumLayout]:
+        """The layout of a client's sums for metrics."""
+        return metric_sums.sum_layouts(len(self.classes), self.setup.task.data.label_sets)
+
+    @property
     def example_counts(self) -> ExampleCounts:
         """The numbers of images that clients claimed so far."""
         return self.opened.server_context.example_counts
@@ -86,14 +92,14 @@ class Measure:
         select = self.setup.config.select
         if select == "accuracy":
             return measurement.plain.accuracy
-        return metrics.select_value(measurement.sums, select, self.classes)
+        return metric_sums.select_value(measurement.sums, select, self.classes)
 
     def metrics_entries(self, measurement: Measurement) -> dict[str, Any]:
         """Return the entries of a measurement in a line of metrics.jsonl: accuracy, loss, top5 and further metrics."""
         plain = measurement.plain
         line: dict[str, Any] = {"accuracy": plain.accuracy, "loss": plain.loss, "top5": plain.top5}
         if measurement.sums:
-            values = metrics.metric_values(measurement.sums, self.classes)
+            values = metric_sums.metric_values(measurement.sums, self.classes)
             further = {}
             for name in dict.fromkeys([*self.metric_names, self.setup.config.select]):
                 if name in values and name not in line:
@@ -178,7 +184,6 @@ class Measure:
         clients = [client for client in candidates if federation.takes_part(client, round)]
         if self.setup.algorithm.privacy.collects_sum:
             return self._measure_by_hidden_sum(vector, round, split, candidates)
-        classes = self.setup.task.network.classes
         settings: dict[str, Scalar] = {"split": split, "scores": self.needs_sums}
         requests = []
         for client in clients:
@@ -192,8 +197,8 @@ class Measure:
         plain = sum_counts(responses, self.example_counts, split)[0]
         if not self.needs_sums:
             return Measurement(plain, {})
-        sums = [validated_sums(response, classes) for response in responses]
-        return Measurement(plain, scores.merge_scores(sums, classes))
+        sums = [validated_sums(response, self.layouts) for response in responses]
+        return Measurement(plain, scores.merge_scores(sums, len(self.classes), self.layouts))
 
     def _measure_by_hidden_sum(self, vector: Tensor, round: int, split: str, clients: Sequence[int]) -> Measurement:
         """Return the common model's measurement by a secure sum over the clients on the split; it is cached.
@@ -211,7 +216,7 @@ class Measure:
         number = 2 * round + (split == "test")
         sums = self.hidden_sums(vector, number, split, clients, "scores" if self.needs_sums else "counts")
         if self.needs_sums:
-            if not sums["confusion"].sum():
+            if not metric_sums.images_in(sums):
                 raise no_images_error(split)
             measurement = Measurement(evaluation_of(sums), sums)
         else:
@@ -239,20 +244,20 @@ class Measure:
 
         `prefixes` of their names: "" for the model itself, `FINETUNED` for the one after fine-tuning.
         """
-        classes = len(self.classes)
+        layouts = self.layouts
 
         def implausible(response: Response) -> str:
             """Return what cannot be true of a response's sums, or ""."""
             try:
                 for prefix in prefixes:
-                    validated_sums(replace(response, sums=_without_prefix(response.sums, prefix)), classes)
+                    validated_sums(replace(response, sums=_without_prefix(response.sums, prefix)), layouts)
             except FedgraftError as error:
                 return str(error)
             return ""
 
         fields = {}
         for prefix in prefixes:
-            for name, shape in scores.sum_layouts(classes).items():
+            for name, shape in layouts.items():
                 fields[f"{prefix}{name}"] = Field(shape.shape, torch.float64, shape.limit)
         return fields, implausible
 
@@ -319,10 +324,10 @@ class Measure:
             if self.setup.algorithm.privacy.collects_sum:
                 by_client[self.setup.client_names[response.client]] = accuracy_cells(response, self.metric_names)
                 continue
-            cells = report(validated_sums(response, len(classes)), self.metric_names, classes)
+            cells = report(validated_sums(response, self.layouts), self.metric_names, classes)
             finetuned_sums = _without_prefix(response.sums, FINETUNED)
             if finetuned_sums:
-                validated = validated_sums(replace(response, sums=finetuned_sums), len(classes))
+                validated = validated_sums(replace(response, sums=finetuned_sums), self.layouts)
                 for name, value in report(validated, self.metric_names, classes).items():
                     cells[f"finetuned_{name}"] = value
             by_client[self.setup.client_names[response.client]] = cells
@@ -340,7 +345,7 @@ def report(sums: Mapping[str, Tensor], chosen: Sequence[str], classes: Sequence[
     `sums` are those of `metrics.scores`, `chosen` the names of metrics, `classes` those of the classes.
     """
     cells: dict[str, Any] = {}
-    for name, metric in metrics.compute(sums, classes).items():
+    for name, metric in metric_sums.compute(sums, classes).items():
         if name.partition(":")[0] not in chosen:
             continue
         if metric is None:
@@ -380,15 +385,15 @@ def tables(sums: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
     return made
 
 
-def validated_sums(response: Response, classes: int) -> dict[str, Tensor]:
+def validated_sums(response: Response, layouts: Mapping[str, scores.SumLayout]) -> dict[str, Tensor]:
     """Return a client's sums for metrics by name; raise for wrong shapes, impossible counts and sums that disagree.
 
-    `classes` is the number of classes.
+    `layouts` are those of the sums of one client.
     """
     sums: dict[str, Tensor] = {}
-    for name in scores.sum_layouts(classes):
+    for name, layout in layouts.items():
         tensor = response.sums.get(name)
-        if tensor is None or not scores.is_plausible_sum(name, tensor, classes):
+        if tensor is None or not scores.is_plausible_sum(layout, tensor):
             raise FedgraftError(
                 "E-RUN-METRIC-SUMS",
                 f"inconsistent metric sums: {name!r} of client {response.client} cannot be",
@@ -396,8 +401,7 @@ def validated_sums(response: Response, classes: int) -> dict[str, Tensor]:
                 client=response.client,
             )
         sums[name] = tensor
-    images = sums["confusion"].sum()
-    if not (sums["histogram"].sum((0, 2)) == images).all() or sums["calibration"][0].sum() != images:
+    if metric_sums.disagree(sums):
         raise FedgraftError(
             "E-RUN-METRIC-IMAGES",
             f"inconsistent metric sums: client {response.client} counted different images for different metrics",

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from fedgraft.aggregate.similarity import svcca_of_bases
 from fedgraft.aggregate.sketch import basis_of
@@ -21,6 +20,7 @@ from fedgraft.client.actions import action_named
 from fedgraft.client.context import ClientContext, shared_and_private
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.device import Device, fetch, precision_of
+from fedgraft.core.label_sets import mean_loss
 from fedgraft.core.messages import Request, Scalar
 from fedgraft.core.network_digest import digest
 from fedgraft.core.protocols import Examples
@@ -325,7 +325,7 @@ def norm_ratio(network: VisionNetwork, space: EditSpace, examples: Examples, row
         network.eval()
         device = Device.of(network)
         logits = network(device.put(examples.batch(rows)), examples.entry)
-        cross_entropy(logits, device.put(examples.labels[rows])).backward()
+        mean_loss(logits, device.put(examples.labels[rows])).backward()
         norms.append(float(torch.linalg.vector_norm(bound.gradient())))
     if not norms[1] > 0:
         return 1.0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedgraft.core.device import choose_devices
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.label_sets import are_label_sets
 from fedgraft.core.protocols import Examples
 from fedgraft.data.examples import examples_of
 from fedgraft.data.labelled import Labelled
@@ -23,7 +24,9 @@ from fedgraft.data.sources import Dataset, open_path
 from fedgraft.data.sources.assemble import without_unreadable
 from fedgraft.local.features import evaluate_batch
 from fedgraft.metrics import scores
-from fedgraft.metrics.metrics import Metric, compute
+from fedgraft.metrics.label_scores import count_label_scores
+from fedgraft.metrics.metrics import Metric
+from fedgraft.metrics.sums import compute, merge_sums
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs.adapted import adapted
@@ -131,10 +134,13 @@ class Predictor:
         def batch_sums(rows: Tensor) -> dict[str, Tensor]:
             """Return the sums for metrics over one batch."""
             logits = evaluate_batch(self.network, examples.batch(rows), lambda x: self.network(x, examples.entry))
-            return scores.count_scores(logits.float().cpu(), examples.labels[rows], classes)
+            labels = examples.labels[rows]
+            if are_label_sets(labels):
+                return count_label_scores(logits.float().cpu(), labels)
+            return scores.count_scores(logits.float().cpu(), labels, classes)
 
         batches = torch.arange(len(examples)).split(BATCH)
-        sums = scores.merge_scores(map(batch_sums, batches), classes)
+        sums = merge_sums(map(batch_sums, batches), classes, self.network.label_sets)
         return ModelMetrics(len(examples), compute(sums, self.classes), tuple(self.classes), tuple(skipped))
 
     def evaluate(self, data: Dataset | str | Path) -> ModelMetrics:
@@ -149,6 +155,17 @@ class Predictor:
             name = str(data)
             dataset = open_path(data, test_share=0.0)
         labelled = dataset.test if len(dataset.test) else dataset.train
+        if (labelled.findings is not None) != self.network.label_sets:
+            raise FedgraftError(
+                "E-RUN-OTHER-LABELS",
+                f"{name} and the model differ: one has sets of findings, the other one class per image",
+                "evaluate on data with labels of the model's kind",
+            )
+        if self.network.label_sets:
+            named = labelled.named(self.classes)
+            skipped_images: list[tuple[str, str]] = list(dataset.skipped)
+            readable = without_unreadable(named, skipped_images, self.transform.rule)
+            return self.measure(examples_of(readable, self.transform), skipped_images)
         outputs = {class_name: output for output, class_name in enumerate(self.classes)}
         self._check_classes(labelled, name)
         skipped: list[tuple[str, str]] = list(dataset.skipped)

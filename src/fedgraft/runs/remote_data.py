@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -58,15 +58,20 @@ class RemoteData(FederatedData):
         return torch.zeros(1, dtype=torch.int64)
 
 
-def absent_data(config: Config, classes: Sequence[str]) -> RemoteData:
-    """Return a federation's data when its nodes are gone: only the names of the classes, in their order."""
-    return data_held_elsewhere(config, empty_dataset(config, classes), {0: 0}, ())
+def absent_data(config: Config, classes: Sequence[str], label_sets: bool = False) -> RemoteData:
+    """Return a federation's data when its nodes are gone: only the names of the classes, in their order.
+
+    `label_sets`: they are findings, of which an image has any number.
+    """
+    return data_held_elsewhere(config, empty_dataset(config, classes, label_sets), {0: 0}, ())
 
 
-def empty_dataset(config: Config, classes: Sequence[str]) -> Dataset:
-    """Return a dataset that has these classes and no images."""
+def empty_dataset(config: Config, classes: Sequence[str], label_sets: bool = False) -> Dataset:
+    """Return a dataset that has these classes, or findings of `label_sets`, and no images."""
     size = config.data.image_size or 32
     empty = make_store(np.zeros((0, size, size, 3), np.uint8), np.zeros(0, np.int64), tuple(classes))
+    if label_sets:
+        empty = replace(empty, findings=np.zeros((0, len(classes)), np.int8))
     return Dataset("elsewhere", empty, empty)
 
 

@@ -59,6 +59,8 @@ def pack_run(
     meta["classes"] = list(setup.task.data.dataset.classes)  # the outputs must be named where the data is missing
     if not setup.task.data.rows_known:
         meta["elsewhere"] = True
+    if setup.task.data.label_sets:
+        meta["label_sets"] = True
     return tensors, meta
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.algorithms.algorithm import Algorithm, parts_of, vary
 from fedgraft.client.context import ClientContext
 from fedgraft.client.policy import Policy
 from fedgraft.config.agreement import policies_of
@@ -39,7 +39,8 @@ from fedgraft.data.pixels.transforms import STATISTICS, Transform, rule_for
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
 from fedgraft.local.compiled import require_compiler
-from fedgraft.metrics.metrics import check_metric
+from fedgraft.local.losses import for_label_sets
+from fedgraft.metrics.sums import check_metric, check_metric_names
 from fedgraft.models.folders import EXPORTED
 from fedgraft.models.network import VisionNetwork
 from fedgraft.privacy.dp import simulation_key
@@ -51,6 +52,7 @@ from fedgraft.runs.task import Task
 from fedgraft.runs.trackers import require
 from fedgraft.server.sample import sample
 
+_HEADS_OF_CLASSES = ("ncm", "cof", "lda")
 SECRET_BYTES = 32
 """Length of the secret from which the noise and the cohorts of a private run follow."""
 
@@ -119,7 +121,12 @@ class RunSetup:
             require_bfloat16()
         if parts.algorithm.local.compile and circumstances.for_training:
             require_compiler(Device.of(task.network))
-        algorithm = _with_noise_key(parts.algorithm, config, task.data, circumstances)
+        task.network.label_sets = task.data.label_sets
+        algorithm = parts.algorithm
+        if task.data.label_sets:
+            algorithm = vary(algorithm, loss=for_label_sets(algorithm.loss))
+            _require_label_set_parts(config, algorithm)
+        algorithm = _with_noise_key(algorithm, config, task.data, circumstances)
         if circumstances.for_training:
             with phase("measuring the curvature of the head", minor=True):
                 curvature = head_curvature(task, algorithm)
@@ -384,7 +391,9 @@ def minimum_answers(config: Config, deployed: bool) -> int:
 
 def _require_metrics_and_clients(parts: RunParts) -> None:
     """Raise for a metric that these classes do not have, and for several clients where training is in one place."""
-    check_metric(parts.config.select, parts.task.data.dataset.classes)
+    data = parts.task.data
+    check_metric(parts.config.select, data.dataset.classes, data.label_sets)
+    check_metric_names(parts.config.metrics, data.label_sets)
     trains_in_one_place = not {Capability.EXCHANGE, Capability.PERSONAL_MODELS} & parts.algorithm.provides
     clients = parts.config.partition.clients
     if clients > 1 and trains_in_one_place:
@@ -392,6 +401,24 @@ def _require_metrics_and_clients(parts: RunParts) -> None:
             "E-RUN-ONE-PLACE",
             f"{parts.algorithm.name} trains in one place, and here are {clients} clients",
             "run `fedgraft centralized`, or set partition.clients=1 with partition.kind='iid'",
+        )
+
+
+def _require_label_set_parts(config: Config, algorithm: Algorithm) -> None:
+    """Raise for a part or an option that needs one class per image, where the data has sets of findings."""
+    obstacles = []
+    for part in parts_of(algorithm):
+        if Capability.ONE_CLASS in part.requires:
+            obstacles.append(part.name)
+    if config.head in _HEADS_OF_CLASSES:
+        obstacles.append(f"model.head={config.head!r}")
+    if obstacles:
+        raise FedgraftError(
+            "E-RUN-LABEL-SETS",
+            f"{algorithm.name}: {obstacles[0]} needs one class per image, and this data has sets of findings",
+            "choose another one: docs/data.md, Several findings per image",
+            algorithm=algorithm.name,
+            obstacles=tuple(obstacles),
         )
 
 

@@ -49,6 +49,7 @@ class TinyViT(nn.Module):
         self.backbone = ViTModel(config, add_pooling_layer=False)
         self.head = nn.Linear(WIDTH, CLASSES)
         self.depth, self.width, self.classes = 2, WIDTH, CLASSES
+        self.label_sets = False
 
     @property
     def config(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -16,9 +17,11 @@ from fedgraft.client.request_checks import require_settings, require_tensor
 from fedgraft.client.train import choose_cluster_model, evaluate_finetuned
 from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.label_sets import UNKNOWN, are_label_sets, counts_of, exact_matches, image_losses
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.metrics import scores
+from fedgraft.metrics import sums as metric_sums
 from fedgraft.metrics.evaluate import evaluate_with_sums
 from fedgraft.privacy.secagg.ring import Segment, Summand, segments_of
 
@@ -88,10 +91,13 @@ def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor, largest_lo
         z = torch.cat([batch.double(), ones], dim=1)  # (B, width + 1)
         for i, head in enumerate(heads):
             logits = z @ head.T
-            classes_ahead = scores.true_class_rank(logits, labels)
-            right = (classes_ahead == 0).sum()
-            near = (classes_ahead < 5).sum()
-            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="none").clamp(max=largest_loss).sum()
+            if are_label_sets(labels):
+                right = near = exact_matches(logits, labels).sum()
+            else:
+                classes_ahead = scores.true_class_rank(logits, labels)
+                right = (classes_ahead == 0).sum()
+                near = (classes_ahead < 5).sum()
+            loss = image_losses(logits, labels).clamp(max=largest_loss).sum()
             counts[i] += torch.tensor([float(right), float(near), float(loss), len(labels)], dtype=torch.float64)
     return counts
 
@@ -113,8 +119,8 @@ def hidden_counts(
         return {"counts": _rounded_losses(_count_heads(heads, context, rows, HIDDEN_LOSS))}, memory
     context.load_model(model_vector(request))
     _, sums = evaluate_with_sums(context.network, examples, rows, largest_loss=HIDDEN_LOSS)
-    right = float(sums["confusion"].diagonal().sum())
-    counts = torch.tensor([[right, float(sums["top5"]), float(sums["loss"][0]), len(rows)]], dtype=torch.float64)
+    right, near = metric_sums.right_and_near(sums)
+    counts = torch.tensor([[right, near, float(sums["loss"][0]), len(rows)]], dtype=torch.float64)
     return {"counts": _rounded_losses(counts)}, memory
 
 
@@ -130,12 +136,17 @@ def hidden_scores(
 ) -> tuple[Mapping[str, Tensor], ClientMemory]:
     """Return the sums of `metrics.scores` of the request's model for a secure sum, and the memory as it was.
 
-    Classes of which this client has fewer images than the run's smallest group are left out, losses and confidences
+    Classes of which this client has fewer images than the run's smallest group are left out (findings, that are present
+    in fewer images or absent from fewer), losses and confidences
     are rounded as in `hidden_counts`.
     """
     context.load_model(model_vector(request))
     examples, rows = _requested_split(request, context)
-    rows = rows_of_large_classes(examples, rows, algorithm.privacy.sum_options.smallest_group)
+    smallest = algorithm.privacy.sum_options.smallest_group
+    if are_label_sets(examples.labels):
+        examples = without_small_findings(examples, rows, smallest)
+    else:
+        rows = rows_of_large_classes(examples, rows, smallest)
     _, sums = evaluate_with_sums(context.network, examples, rows, largest_loss=HIDDEN_LOSS)
     for name in ("calibration", "loss"):
         sums[name] = (sums[name] / HIDDEN_STEP).round() * HIDDEN_STEP
@@ -149,6 +160,16 @@ def rows_of_large_classes(examples: Examples, rows: Tensor, smallest: int) -> Te
         return rows
     sizes = torch.bincount(labels)
     return rows[sizes[labels] >= smallest]
+
+
+def without_small_findings(examples: Examples, rows: Tensor, smallest: int) -> Examples:
+    """Return the examples with findings unknown that fewer than `smallest` of these rows have, or are known not to."""
+    labels = examples.labels[rows]
+    is_small = (counts_of(labels) < smallest).any(0)  # (C,)
+    masked = copy(examples)
+    masked.labels = examples.labels.clone()
+    masked.labels[:, is_small] = UNKNOWN
+    return masked
 
 
 def _hidden_counts_layout(scope: SumScope) -> tuple[Segment, ...]:
@@ -222,7 +243,7 @@ def _answer_scores(
 def _score_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
     """Return shape and range of each sum of `metrics.scores`, by name."""
     summands = {}
-    for name, shape in scores.sum_layouts(network.classes).items():
+    for name, shape in metric_sums.sum_layouts(network.classes, network.label_sets).items():
         summands[name] = Summand(shape.shape, torch.float64, shape.limit, shape.step)
     return summands
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedgraft.client.action import RunPhase, sum_action
 from fedgraft.client.context import ClientContext, pooled_batches
+from fedgraft.core.label_sets import ABSENT, PRESENT, are_label_sets, counts_of, logit_errors, loss_sum
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Network
 from fedgraft.privacy.secagg.ring import Summand
@@ -39,24 +40,35 @@ def _with_ones(features: Tensor) -> Tensor:
 def statistics(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """Return the sums of ridge regression over this client's training images: {"gram": ZᵀZ, "cross": ZᵀY}, float64.
 
-    Z are the pooled features with a column of ones (n, width + 1), Y the one-hot labels (n, classes). The network is
-    left in evaluation mode.
+    Z are the pooled features with a column of ones (n, width + 1), Y the one-hot labels (n, classes). Of label sets Y
+    says which findings are present, and `absent` is the same sum with those that are absent. The network is left in
+    evaluation mode.
     """
     network = context.network
     side = network.width + 1
     gram = torch.zeros(side, side, dtype=torch.float64)
     cross = torch.zeros(side, network.classes, dtype=torch.float64)
+    absent = torch.zeros_like(cross)
     for batch, labels in pooled_batches(context, context.rows(request.client)):
         z = _with_ones(batch.double())
         gram += z.T @ z
-        cross.index_add_(1, labels, z.T)
+        if are_label_sets(labels):
+            cross += z.T @ (labels == PRESENT).double()
+            absent += z.T @ (labels == ABSENT).double()
+        else:
+            cross.index_add_(1, labels, z.T)
     network.eval()
+    if network.label_sets:
+        return {"gram": gram, "cross": cross, "absent": absent}
     return {"gram": gram, "cross": cross}
 
 
 def _statistics_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
     side = network.width + 1
-    return {"gram": _linear_sum(side, side), "cross": _linear_sum(side, network.classes)}
+    summands = {"gram": _linear_sum(side, side), "cross": _linear_sum(side, network.classes)}
+    if network.label_sets:
+        summands["absent"] = _linear_sum(side, network.classes)
+    return summands
 
 
 def _statistics_implausible(response: Response) -> str:
@@ -65,7 +77,13 @@ def _statistics_implausible(response: Response) -> str:
     diagonal = gram.diagonal()
     counts = response.sums["cross"][-1]  # the bias row counts examples by class
     examples = response.examples
-    if float(diagonal[-1]) != examples or float(counts.sum()) != examples:
+    if float(diagonal[-1]) != examples:
+        return _WRONG_SUMS
+    if "absent" in response.sums:
+        reason = _counts_implausible(torch.stack([response.sums["absent"][-1], counts]), int(examples))
+        if reason:
+            return reason
+    elif float(counts.sum()) != examples:
         return _WRONG_SUMS
     if not bool((counts >= 0).all()) or not bool((diagonal >= 0).all()):
         return _WRONG_SUMS
@@ -93,18 +111,26 @@ def _class_sums_summands(network: Network, settings: Mapping[str, Scalar]) -> di
 
 
 def class_counts(request: Request, context: ClientContext) -> dict[str, Tensor]:
-    """Return how many training images of each class the client has."""
+    """Return how many training images of each class the client has; of label sets without and with each finding."""
     labels = context.examples.labels[context.rows(request.client)]
+    if are_label_sets(labels):
+        return {"counts": counts_of(labels).double()}
     return {"counts": torch.bincount(labels, minlength=context.network.classes).double()}
 
 
 def _class_counts_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
-    return {"counts": Summand((network.classes,), torch.float64, 2.0**24, 1.0)}
+    shape: tuple[int, ...] = (network.classes,)
+    if network.label_sets:
+        shape = (2, network.classes)
+    return {"counts": Summand(shape, torch.float64, 2.0**24, 1.0)}
 
 
 def _counts_implausible(counts: Tensor, examples: int) -> str:
     """Return what is wrong with counts by class of a client that claims so many examples; "" if they can be true."""
     whole = bool((counts % 1 == 0).all())
+    if counts.ndim == 2:  # without and with each finding; for the others it is unknown
+        possible = whole and bool((counts >= 0).all()) and float(counts.sum(0).max()) <= examples
+        return "" if possible else _WRONG_SUMS
     if float(counts.sum()) != examples or not bool((counts >= 0).all()) or not whole:
         return _WRONG_SUMS
     return ""
@@ -134,10 +160,8 @@ def head_gradient(request: Request, context: ClientContext) -> dict[str, Tensor]
     for batch, labels in pooled_batches(context, rows):
         z = _with_ones(batch.to(head.dtype))
         logits = z @ head.T
-        loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-        error = logits.softmax(1)  # (B, classes)
-        error[torch.arange(len(labels)), labels] -= 1
-        gradient += error.T @ z
+        loss += loss_sum(logits, labels)
+        gradient += logit_errors(logits, labels).T @ z
     count = torch.full((1,), float(len(rows)), dtype=head.dtype)
     return {"gradient": gradient, "loss": loss, "count": count}
 

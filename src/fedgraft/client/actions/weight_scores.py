@@ -15,6 +15,7 @@ from fedgraft.client.context import ClientContext, empty_response, model_vector
 from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.device import Device, fetch, inputs_on
 from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.label_sets import loss_sum
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
@@ -168,7 +169,7 @@ def gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
         inputs = inputs_on(device, context.examples, batch_rows)
         labels = device.put(context.examples.labels[batch_rows])
         logits = network(inputs, context.examples.entry)
-        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+        loss_sum(logits, labels).backward()
         total += bound.gradient()
     all_weights.scatter(before, network)
     return {"gradient": fetch(total)}

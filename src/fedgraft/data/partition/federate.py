@@ -13,12 +13,14 @@ import numpy as np
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
+from fedgraft.data.labelled import require_classes
 from fedgraft.data.partition.partition import Partition, make_partition, partition_by_owner
 from fedgraft.data.partition.split import stratified_split
 
 if TYPE_CHECKING:
     from fedgraft.data.sources import Dataset
 
+_BY_CLASS = ("classes", "shards", "groups")  # kinds that deal out classes
 _NAMED_LENGTH = 200  # characters of a list of class names in an error
 
 
@@ -38,6 +40,10 @@ def federate(data: Dataset, kind: str, clients: int = 10, **options: Any) -> Fed
     `options` also takes those of `SplitOptions`. A class that no client holds is refused, unless `limit` or
     `allow_uncovered` is given.
     """
+    if kind in _BY_CLASS:
+        require_classes(data.train, f"partition.kind={kind!r}")
+    if options.get("test") == "all_of_my_classes":
+        require_classes(data.train, "partition.test='all_of_my_classes'")
     seed = options.pop("seed", 0)
     limit = options.pop("limit", None)
     validation = options.pop("validation", 0.1)

@@ -58,9 +58,13 @@ class ImageStore(Labelled):
         content_rows = rows
         if self.rows is not None:
             content_rows = self.rows[rows]
+        findings = self.findings
+        if findings is not None:
+            findings = findings[rows]
         return replace(
             self,
             labels=self.labels[rows],
+            findings=findings,
             columns={name: values[rows] for name, values in self.columns.items()},
             rows=content_rows,
             digest=short_digest(self.digest, rows.tobytes()),

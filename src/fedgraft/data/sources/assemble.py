@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.data.labelled import check_columns, numbered_parts
+from fedgraft.data.labelled import check_columns, label_sets, numbered_parts, with_findings
 from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.pixels.originals import Originals
 from fedgraft.data.pixels.rule import PixelRule
@@ -48,7 +48,8 @@ class Dataset:
     def __repr__(self) -> str:
         """Return name and sizes."""
         images = f"{len(self.train):,} training and {len(self.test):,} test images"
-        return f"Dataset({self.name}: {images} of {len(self.classes)} classes)"
+        outputs = "classes" if self.train.findings is None else "findings"
+        return f"Dataset({self.name}: {images} of {len(self.classes)} {outputs})"
 
 
 class SourceOptions(TypedDict, total=False):
@@ -84,13 +85,22 @@ def assemble(
         if labels.ndim == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
         raw_labels.append(labels)
-    numbers, names = numbered_parts(raw_labels, classes)
+    findings: list[np.ndarray] = []
+    if all(labels.ndim == 2 for labels in raw_labels):
+        for labels in raw_labels:
+            sets, names = label_sets(labels, classes)
+            findings.append(sets)
+        numbers = [np.zeros(len(sets), dtype=np.int64) for sets in findings]
+    else:
+        numbers, names = numbered_parts(raw_labels, classes)
     stores: list[Store] = []
     other_files: list[str] = []
     for part, labels in zip(parts, numbers, strict=True):
         columns = check_columns(part.columns, len(labels))
         stores.append(replace(store_of(part.content, labels, names), columns=columns))
         other_files += part.other_files
+    if findings:
+        stores = with_findings(stores, findings)
     return replace(dataset_of_stores(name, stores, **options), other_files=tuple(other_files))
 
 
@@ -142,7 +152,7 @@ def strata(store: Store) -> np.ndarray:
     if store.sites is None:
         return store.labels
     _, site = np.unique(store.sites, return_inverse=True)
-    return site.reshape(-1) * len(store.classes) + store.labels
+    return site.reshape(-1) * store.label_count + store.labels
 
 
 def without_unreadable(store: Store, skipped: list[tuple[str, str]], rule: PixelRule | None = None) -> Store:

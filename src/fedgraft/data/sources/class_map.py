@@ -12,6 +12,7 @@ from itertools import combinations
 import numpy as np
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.data.labelled import require_classes
 from fedgraft.data.sources.assemble import Dataset, Store
 
 _SHORTEST_WORD = 5  # letters from which one different letter is taken for a slip
@@ -104,6 +105,7 @@ def renamed(dataset: Dataset, names: Mapping[str, str] | None) -> Dataset:
     """Return the dataset with its classes renamed by a map from old to new; two that get one name become one class."""
     if not names:
         return dataset
+    require_classes(dataset.train, "data.class_map")
     for new_name in names.values():
         if names.get(new_name, new_name) != new_name:
             raise FedgraftError(

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.data.labelled import Labelled, check_columns, check_range, numbered_parts
+from fedgraft.data.labelled import (
+    Labelled,
+    check_columns,
+    check_range,
+    label_sets,
+    numbered_parts,
+    short_digest,
+    with_findings,
+)
 from fedgraft.data.pixels.store import content_digest
 from fedgraft.data.sources.npz_file import read_npz
 
@@ -37,8 +45,15 @@ class FeatureStore(Labelled):
 
     def take(self, rows: np.ndarray) -> FeatureStore:
         """Return a store of these rows only."""
-        chosen = make_feature_store(self.features[rows], self.labels[rows], self.classes)
-        return replace(chosen, columns={name: values[rows] for name, values in self.columns.items()})
+        columns = {name: values[rows] for name, values in self.columns.items()}
+        if self.findings is None:
+            chosen = make_feature_store(self.features[rows], self.labels[rows], self.classes)
+            return replace(chosen, columns=columns)
+        no_classes = np.zeros(len(rows), dtype=np.int64)
+        chosen = make_feature_store(self.features[rows], no_classes, self.classes)
+        findings = self.findings[rows]
+        digest = short_digest(chosen.digest, "findings", findings.tobytes())
+        return replace(chosen, labels=self.labels[rows], findings=findings, columns=columns, digest=digest)
 
 
 def features(
@@ -62,12 +77,22 @@ def features(
     if test is not None:
         test_x, test_y, test_sites, test_groups = (*test, None, None)[:4]
         parts.append((test_x, test_y, test_sites, test_groups))
-    numbers, names = numbered_parts([np.asarray(labels) for _, labels, _, _ in parts], classes)
+    raw_labels = [np.asarray(labels) for _, labels, _, _ in parts]
+    findings: list[np.ndarray] = []
+    if all(labels.ndim == 2 and labels.shape[1] > 1 for labels in raw_labels):
+        for labels in raw_labels:
+            sets, names = label_sets(labels, classes)
+            findings.append(sets)
+        numbers = [np.zeros(len(sets), dtype=np.int64) for sets in findings]
+    else:
+        numbers, names = numbered_parts(raw_labels, classes)
     stores = []
     for (values, _, site, group), labels in zip(parts, numbers, strict=True):
         store = make_feature_store(np.asarray(values), labels, names)
         columns = check_columns({"site": site, "group": group}, len(store))
         stores.append(replace(store, columns=columns))
+    if findings:
+        stores = with_findings(stores, findings)
     return dataset_of_stores("features", stores)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.data.labelled import with_findings
 from fedgraft.data.pixels import originals
 from fedgraft.data.pixels.store import ImageStore, store_of
 from fedgraft.data.sources.assemble import Dataset, Store
@@ -42,6 +43,8 @@ def join(parts: Sequence[Any], names: Sequence[str] | None = None) -> Dataset:
     classes = _joined_classes(datasets)
     train = _joined_store([data.train.named(classes) for data in datasets], owners)
     test = _joined_store([data.test.named(classes) for data in datasets], owners)
+    if train.findings is not None and test.findings is not None:
+        train, test = with_findings([train, test], [train.findings, test.findings])
     skipped: list[tuple[str, str]] = []
     other_files: list[str] = []
     for owner, data in zip(owners, datasets, strict=True):
@@ -89,12 +92,28 @@ def _joined_store(stores: list[Store], owners: list[str]) -> Store:
             "E-DATA-MIXED-KINDS", "some of the datasets are images and some are features", "give one kind"
         )
     classes = stores[0].classes
+    findings = _joined_findings(stores)
+    if findings is not None:
+        labels = np.zeros(len(findings), dtype=np.int64)
     if image_stores:
-        return replace(store_of(_joined_content(image_stores), labels, classes), columns=columns)
+        images = store_of(_joined_content(image_stores), labels, classes)
+        return replace(images, columns=columns, findings=findings)
     if len({store.width for store in feature_stores}) > 1:
         raise FedgraftError("E-DATA-FEATURE-WIDTHS", "the datasets have features of different widths", "give one kind")
     values = np.concatenate([store.features for store in feature_stores])
-    return replace(make_feature_store(values, labels, classes), columns=columns)
+    return replace(make_feature_store(values, labels, classes), columns=columns, findings=findings)
+
+
+def _joined_findings(stores: list[Store]) -> np.ndarray | None:
+    """Return the label sets of the stores one after the other, or None if they have classes."""
+    sets = [store.findings for store in stores if store.findings is not None]
+    if not sets:
+        return None
+    if len(sets) < len(stores):
+        raise FedgraftError(
+            "E-DATA-MIXED-LABELS", "some of the datasets have classes and some have sets of findings", "give one kind"
+        )
+    return np.concatenate(sets)
 
 
 def _joined_content(stores: list[ImageStore]) -> np.ndarray | originals.Originals:

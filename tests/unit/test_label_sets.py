@@ -1,0 +1,305 @@
+"""Images with sets of findings: data, losses, sums and metrics, against scikit-learn and plain formulas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as reference
+from tests.support.errors import raises
+
+import fedgraft as fg
+from fedgraft.core.label_sets import UNKNOWN, image_losses, label_losses, logit_errors
+from fedgraft.edit.fisher import logit_gradients
+from fedgraft.local.losses import LossContext, cross_entropy, one_vs_all
+from fedgraft.metrics import label_metrics, label_scores, sums
+from fedgraft.metrics.scores import EDGES, merge_scores
+
+NAMES = ("edema", "mass", "nodule")
+
+
+def _labels(n: int = 300, seed: int = 0) -> np.ndarray:
+    """Return findings of several frequencies, one in ten unknown (NaN)."""
+    rng = np.random.default_rng(seed)
+    labels = (rng.random((n, 3)) < [0.3, 0.5, 0.15]).astype(float)
+    labels[rng.random((n, 3)) < 0.1] = np.nan
+    return labels
+
+
+def _images(labels: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Return images (n, 16, 16, 3) in which each finding brightens a corner of one colour a little."""
+    images = np.random.default_rng(seed).integers(0, 200, (len(labels), 16, 16, 3))
+    for finding, (top, left) in enumerate([(0, 0), (8, 0), (0, 8)]):
+        images[:, top : top + 8, left : left + 8, finding] += np.nan_to_num(labels[:, finding] * 50).astype(int)[
+            :, None, None
+        ]
+    return images.astype(np.uint8)
+
+
+def _clients(n: int = 300, clients: int = 3) -> Any:
+    labels = _labels(n)
+    data = fg.data.arrays(_images(labels), labels, classes=NAMES)
+    return fg.data.partition.iid(data, clients, seed=1)
+
+
+# ---- data
+
+
+def test_a_matrix_of_findings_becomes_label_sets() -> None:
+    labels = _labels()
+    data = fg.data.arrays(_images(labels), labels, classes=NAMES)
+    assert data.classes == NAMES
+    stored = np.concatenate([data.train.findings, data.test.findings])
+    assert len(stored) == 300 and set(np.unique(stored)) == {-1, 0, 1}
+    expected = np.where(np.isnan(labels), -1, labels)
+    assert (np.sort(stored, axis=0) == np.sort(expected, axis=0)).all()
+    taken = data.train.take(np.array([3, 1]))
+    assert (taken.targets == data.train.findings[[3, 1]]).all()
+
+
+def test_unknown_may_be_written_as_minus_one_and_gives_the_same_data() -> None:
+    labels = _labels()
+    numbers = np.where(np.isnan(labels), -1, labels).astype(int)
+    first = fg.data.arrays(_images(labels), labels, classes=NAMES)
+    second = fg.data.arrays(_images(labels), numbers, classes=NAMES)
+    assert first.train.digest == second.train.digest
+    changed = numbers.copy()
+    changed[0, 0] = 1 - abs(changed[0, 0])
+    assert fg.data.arrays(_images(labels), changed, classes=NAMES).train.digest != first.train.digest
+
+
+def test_wrong_values_and_names_are_refused() -> None:
+    labels = np.zeros((20, 3))
+    labels[7, 2] = 2
+    with raises("E-DATA-LABEL-SET-VALUE", row=7, column=2):
+        fg.data.arrays(_images(np.zeros((20, 3))), labels)
+    with raises("E-DATA-FINDING-NAMES"):
+        fg.data.arrays(_images(np.zeros((20, 3))), np.zeros((20, 3)), classes=("one", "two"))
+
+
+def test_splits_take_equal_shares_of_label_sets() -> None:
+    labels = np.tile([[1, 0], [0, 1], [1, 1], [0, 0]], (50, 1))
+    data = fg.data.arrays(np.zeros((200, 8, 8, 3), np.uint8), labels, test_share=0.2)
+    _, counts = np.unique(data.test.findings, axis=0, return_counts=True)
+    assert counts.tolist() == [10, 10, 10, 10]
+
+
+def test_datasets_with_other_findings_are_joined_with_unknown_ones() -> None:
+    zeros = np.zeros((40, 2))
+    zeros[::2] = 1
+    images = np.zeros((40, 8, 8, 3), np.uint8)
+    first = fg.data.arrays(images, zeros, classes=("a", "b"))
+    second = fg.data.arrays(images, zeros, classes=("b", "c"))
+    federated = fg.data.partition.given([first, second])
+    findings = federated.dataset.train.findings
+    assert federated.dataset.classes == ("a", "b", "c")
+    own = federated.partition.train_rows(1)
+    assert (findings[federated.train[own]][:, 0] == UNKNOWN).all()
+    with raises("E-DATA-MIXED-LABELS"):
+        fg.data.partition.given([first, fg.data.arrays(images, np.tile(["b", "c"], 20))])
+
+
+@pytest.mark.parametrize(
+    "kind, options", [("classes", {"per_client": 2}), ("shards", {}), ("groups", {"groups": [[0]]})]
+)
+def test_partitions_by_class_are_refused(kind: str, options: dict[str, Any]) -> None:
+    data = fg.data.arrays(_images(_labels()), _labels())
+    with raises("E-DATA-ONE-CLASS"):
+        getattr(fg.data.partition, kind)(data, 2, **options)
+
+
+# ---- losses
+
+
+def _network(logits: torch.Tensor) -> Any:
+    return lambda inputs, entry: logits
+
+
+def test_the_loss_is_the_sum_over_known_labels_and_unknown_ones_have_no_gradient() -> None:
+    labels = torch.tensor([[1, 0, -1], [-1, -1, -1], [0, 1, 1]])
+    logits = torch.tensor([[0.5, -2.0, 50.0], [9.0, 9.0, 9.0], [1.0, 3.0, -1.0]], requires_grad=True)
+    expected = 0.0
+    for row in range(3):
+        for column in range(3):
+            if labels[row, column] != UNKNOWN:
+                sign = 2 * float(labels[row, column]) - 1
+                expected += float(np.log1p(np.exp(-sign * float(logits[row, column].detach()))))
+    value = one_vs_all().begin(LossContext(_network(logits), labels, 3))
+    loss = value(_network(logits), torch.zeros(3), labels, 0)
+    assert float(loss.detach()) == pytest.approx(expected / 3, rel=1e-6)
+    loss.backward()
+    assert logits.grad is not None
+    assert (logits.grad[labels == UNKNOWN] == 0).all()
+    assert torch.allclose(logits.grad, logit_errors(logits.detach(), labels) / 3, atol=1e-7)
+
+
+def test_without_unknown_labels_it_is_the_one_vs_all_loss_of_classes() -> None:
+    classes = torch.tensor([0, 2, 1, 1])
+    sets = torch.nn.functional.one_hot(classes, 3)
+    logits = torch.randn(4, 3)
+    loss = one_vs_all(0.1)
+    by_class = loss.begin(LossContext(_network(logits), classes, 3))(_network(logits), classes, classes, 0)
+    by_set = loss.begin(LossContext(_network(logits), sets, 3))(_network(logits), classes, sets, 0)
+    assert torch.equal(by_class, by_set)
+
+
+def test_cross_entropy_refuses_sets() -> None:
+    with raises("E-CORE-LABEL-SETS"):
+        cross_entropy().begin(LossContext(_network(torch.zeros(2, 3)), torch.zeros(2, 3).long(), 3))
+
+
+def test_positive_weights_come_from_known_labels() -> None:
+    labels = torch.tensor([[1, 0], [0, -1], [0, 0], [-1, 1]])
+    context = LossContext(torch.nn.Linear(1, 2), labels, 2)  # type: ignore[arg-type]
+    assert context.counts.tolist() == [[2, 2], [1, 1]]
+    logits = torch.zeros(4, 2)
+    loss = one_vs_all(positives="own").begin(context)(_network(logits), labels, labels, 0)
+    plain = label_losses(logits, labels)
+    weighted = plain.clone()
+    weighted[labels == 1] *= 2  # two images without the finding for one with it, for both
+    assert float(loss) == pytest.approx(float(weighted.sum(1).mean()))
+
+
+def test_fisher_of_independent_findings_is_that_of_their_probabilities() -> None:
+    logits = torch.randn(5, 3)
+    labels = torch.randint(-1, 2, (5, 3))
+    probability = logits.sigmoid()
+    exact = probability * (1 - probability) * (labels != UNKNOWN)
+    total = sum(gradient.square() for gradient in logit_gradients(logits, labels, "expected"))
+    assert torch.allclose(torch.as_tensor(total), exact, atol=1e-6)
+    (random_signs,) = logit_gradients(logits, labels, "rademacher", torch.Generator().manual_seed(0))
+    assert torch.allclose(random_signs.square(), exact, atol=1e-6)
+    drawn = torch.zeros(5, 3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4000):
+        drawn += next(iter(logit_gradients(logits, labels, "sampled", generator))).square() / 4000
+    assert torch.allclose(drawn, exact, atol=0.02)
+
+
+# ---- metrics
+
+
+def _scored(n: int = 400, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits in the middle of bins, so that nothing is lost to them, and labels."""
+    rng = np.random.default_rng(seed)
+    labels = torch.from_numpy(np.nan_to_num(_labels(n, seed), nan=-1)).long()
+    raw = torch.from_numpy(rng.normal(size=(n, 3)) + 1.2 * (labels.numpy() == 1))
+    centres = (EDGES[1:] + EDGES[:-1]) / 2
+    return centres[torch.searchsorted(EDGES, raw.contiguous()) - 1], labels
+
+
+def test_metrics_are_those_of_scikit_learn() -> None:
+    logits, labels = _scored()
+    values = label_metrics.compute(label_scores.count_label_scores(logits, labels), NAMES)
+    areas, precisions = [], []
+    for finding, name in enumerate(NAMES):
+        known = labels[:, finding] != UNKNOWN
+        truth = labels[known, finding].numpy()
+        score = logits[known, finding].numpy()
+        areas.append(reference.roc_auc_score(truth, score))
+        precisions.append(reference.average_precision_score(truth, score))
+        false_rate, true_rate, _ = reference.roc_curve(truth, score, drop_intermediate=False)
+        expected = {
+            "auroc": areas[-1],
+            "average_precision": precisions[-1],
+            "f1": reference.f1_score(truth, score > 0),
+            "sensitivity": reference.recall_score(truth, score > 0),
+            "specificity": reference.recall_score(truth, score > 0, pos_label=0),
+            "sensitivity_at_90": true_rate[false_rate <= 0.1 + 1e-9].max(),
+            "sensitivity_at_80": true_rate[false_rate <= 0.2 + 1e-9].max(),
+        }
+        for metric, value in expected.items():
+            found = values[f"{metric}:{name}"]
+            assert found is not None and found.value == pytest.approx(value, abs=1e-12), (metric, name)
+            assert found.low is not None and found.high is not None and found.low <= value <= found.high
+    known = (labels != UNKNOWN).numpy()
+    truth = labels.numpy()[known]
+    score = logits.numpy()[known]
+    expected = {
+        "auroc": np.mean(areas),
+        "average_precision": np.mean(precisions),
+        "auroc_micro": reference.roc_auc_score(truth, score),
+        "average_precision_micro": reference.average_precision_score(truth, score),
+        "log_loss": float(image_losses(logits, labels).mean()),
+    }
+    for metric, value in expected.items():
+        found = values[metric]
+        assert found is not None and found.value == pytest.approx(value, abs=1e-8), metric
+
+
+def test_accuracy_is_the_subset_accuracy_of_scikit_learn() -> None:
+    logits, labels = _scored()
+    labels = labels.clamp(min=0)  # scikit-learn knows no unknown labels
+    found = label_metrics.compute(label_scores.count_label_scores(logits, labels), NAMES)["accuracy"]
+    assert found is not None
+    assert found.value == pytest.approx(reference.accuracy_score(labels.numpy(), (logits > 0).numpy()), abs=1e-12)
+
+
+def test_values_of_exact_scores_lie_within_the_stated_error_of_bins() -> None:
+    rng = np.random.default_rng(5)
+    for spread in (0.001, 0.01, 1.0):
+        labels = torch.from_numpy((rng.random((200, 2)) < 0.3).astype(int))
+        logits = torch.from_numpy(spread * (rng.normal(size=(200, 2)) + labels.numpy()))
+        values = label_metrics.compute(label_scores.count_label_scores(logits, labels), ("a", "b"))
+        for finding, name in enumerate("ab"):
+            truth, score = labels[:, finding].numpy(), logits[:, finding].numpy()
+            false_rate, true_rate, _ = reference.roc_curve(truth, score, drop_intermediate=False)
+            exact = {
+                "auroc": reference.roc_auc_score(truth, score),
+                "average_precision": reference.average_precision_score(truth, score),
+                "sensitivity_at_90": true_rate[false_rate <= 0.1 + 1e-9].max(),
+            }
+            for metric, value in exact.items():
+                found = values[f"{metric}:{name}"]
+                assert found is not None
+                assert abs(found.value - value) <= found.binned + 1e-9, (metric, spread)
+
+
+def test_sums_of_parts_are_the_sums_of_the_whole() -> None:
+    logits, labels = _scored()
+    whole = label_scores.count_label_scores(logits, labels)
+    parts = [label_scores.count_label_scores(logits[i::3], labels[i::3]) for i in range(3)]
+    merged = merge_scores(parts, 3, label_scores.layouts(3))
+    assert all(torch.equal(whole[name], merged[name]) for name in whole)
+    assert not sums.disagree(whole)
+    whole["histogram"][0, 0, 0] += 1
+    assert sums.disagree(whole)
+
+
+def test_a_finding_that_is_nowhere_present_has_no_metrics_and_counts_in_no_mean() -> None:
+    logits, labels = _scored()
+    labels[:, 2] = 0
+    values = label_metrics.compute(label_scores.count_label_scores(logits, labels), NAMES)
+    assert values["auroc:nodule"] is None and values["sensitivity_at_90:nodule"] is None
+    means = [values[f"auroc:{name}"] for name in NAMES[:2]]
+    assert values["auroc"].value == pytest.approx(np.mean([metric.value for metric in means]))  # type: ignore[union-attr]
+
+
+# ---- runs
+
+
+METRICS = ["accuracy", "auroc", "average_precision", "sensitivity_at_90", "calibration_error", "log_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm", [fg.fedavg(), fg.scaffold(), fg.fedprox(), fg.fedova(positives="federation")], ids=lambda a: a.name
+)
+def test_training_learns_findings(algorithm: Any) -> None:
+    result = fg.run(algorithm, "cnn:width=4,size=16", _clients(), rounds=4, metrics=METRICS, select="auroc")
+    assert result.summary["metrics"]["auroc"]["value"] > 0.8
+
+
+@pytest.mark.parametrize("algorithm", [fg.fedlc(), fg.moon(), fg.feddisco(), fg.fedncm()], ids=lambda a: a.name)
+def test_algorithms_of_classes_are_refused_before_work_starts(algorithm: Any, tmp_path: Path) -> None:
+    with raises("E-RUN-LABEL-SETS"):
+        fg.run(algorithm, "cnn:width=4,size=16", _clients(), rounds=1, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_metrics_of_classes_are_refused() -> None:
+    with raises("E-METRICS-UNKNOWN", metric="top5"):
+        fg.run(fg.fedavg(), "cnn:width=4,size=16", _clients(), rounds=1, metrics=["top5"])
