@@ -203,7 +203,8 @@ def test_every_capability_has_a_case() -> None:
         Capability.STATELESS_STEP,
     }
     of_engines = {capability for capability in Capability if capability.slot == "engine"}
-    of_data = {Capability.ONE_CLASS}  # checked where the run knows its data: tests/unit/test_label_sets.py
+    # What data provides is checked where a run knows its data: tests/unit/test_label_sets.py.
+    of_data = {capability for capability in Capability if capability.slot == "data"}
     assert lacked | only_read | of_engines | of_data == set(Capability)
     assert not lacked & only_read
 
@@ -215,7 +216,7 @@ def test_every_requirement_of_a_part_has_a_case() -> None:
         covered |= set(refused(make).fields["unmet"])
     for part in all_parts():
         for capability in part.requires:
-            if capability.slot != "engine":
+            if capability.slot not in ("engine", "data"):
                 assert (part.slot, capability.name) in covered, (part.name, capability)
 
 
@@ -225,7 +226,7 @@ def test_a_capability_is_provided_by_the_slot_that_it_names() -> None:
         for capability in part.provides:
             assert part.slot == capability.slot, (part.name, capability)
             provided.add(capability)
-    assert provided == {capability for capability in Capability if capability.slot != "engine"}
+    assert provided == {capability for capability in Capability if capability.slot not in ("engine", "data")}
 
 
 def test_at_most_thirty_capabilities_each_in_the_table_of_the_docs() -> None:

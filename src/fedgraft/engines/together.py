@@ -28,6 +28,7 @@ from fedgraft.core.capabilities import Capability
 from fedgraft.core.client_memory import ClientMemory, Memories
 from fedgraft.core.device import Device
 from fedgraft.core.errors import Refused
+from fedgraft.core.label_sets import require_classes
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.progress import Phase, requests_phase
 from fedgraft.core.protocols import Network
@@ -259,6 +260,7 @@ def labels_and_weights(tasks: list[ClientTask], all_labels: Tensor, b: int) -> t
     A batch that is shorter than b is padded with rows of weight zero; the weights of a batch add up to 1. Weights are
     None if all batches are full. `all_labels` are those of all examples.
     """
+    require_classes(all_labels, "training clients together")
     steps = len(tasks[0].sizes)
     full = all(size == b for task in tasks for size in task.sizes)
     if full:
