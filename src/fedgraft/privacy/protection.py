@@ -336,7 +336,7 @@ class Secure(Clear):
         return step.server_step(opened.update, info)
 
     def round_notes(self, survivors: Sequence[int], cut: int) -> dict[str, object]:
-        """Return who is in the sum, and how many clients had to cut numbers."""
+        """Return `clients` ("ids": who is in the sum) and, if it is not 0, `cut`: how many had to cut numbers."""
         notes: dict[str, object] = {"clients": {"ids": list(survivors)}}
         if cut:
             notes["cut"] = cut

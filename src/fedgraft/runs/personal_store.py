@@ -127,7 +127,10 @@ class PersonalStore(Mapping[int, Tensor]):
 
 
 def first_models(folder: Path, length: int, starts: Mapping[int, Tensor], on_disk: bool) -> Mapping[int, Tensor]:
-    """Return the clients' models before the first round, of those that have one, in memory or in files."""
+    """Return the clients' models before the first round by client, of those that have one: `starts`, or files of them.
+
+    With `on_disk` the files are made in `folder`; `length` is that of a model's vector.
+    """
     if not on_disk:
         return starts
     store = PersonalStore.create(folder, length)
