@@ -178,7 +178,11 @@ def process_cells(
 def _run_in_children(
     cells: Iterator[Cell], ended: Callable[[Cell, str], None], stops: Callable[[Cell], bool], processes: int
 ) -> None:
-    """Keep `processes` cells running in child processes until there are no more; arguments as in `process_cells`."""
+    """Keep `processes` cells running in child processes until there are no more.
+
+    `ended` is called with each cell and its last line of output; `stops`, called repeatedly, returns whether a run is
+    to end early.
+    """
     running: dict[Future[str], tuple[Cell, Event]] = {}
     with ThreadPoolExecutor(processes) as pool:  # its threads only wait for processes
         try:

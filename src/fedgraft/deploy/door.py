@@ -345,7 +345,7 @@ async def _respond(
     extra: list[tuple[bytes, bytes]] | None = None,
     close: bool = False,
 ) -> None:
-    """Send a response of a few bytes."""
+    """Send a response of a few bytes, with `extra` headers; `close`: the connection ends with it."""
     headers = [(b"content-type", content_type.encode()), *(extra or ())]
     if status != 204:
         headers.append((b"content-length", str(len(body)).encode()))
@@ -450,7 +450,10 @@ def main() -> None:
 
 
 async def serve(folder: Path, host: str, port: int, control_port: int) -> None:
-    """Serve nodes and runs until the door or the SuperLink ends; then end both."""
+    """Serve nodes and runs until the door or the SuperLink ends; then end both.
+
+    Nodes connect to `host` and `port`, Flower's control to `control_port`.
+    """
     import uvicorn
 
     from fedgraft.deploy.door_link import SOCKET_VARIABLE, socket_path

@@ -90,7 +90,10 @@ def epsilon(probability: float, noise: float, rounds: int, delta: float) -> floa
 
 @lru_cache(maxsize=1024)
 def epsilon_rdp(probability: float, noise: float, rounds: int, delta: float) -> float:
-    """Return an upper bound of epsilon by Renyi differential privacy; quick to compute. Arguments as in `epsilon`."""
+    """Return an upper bound of epsilon at `delta` by Renyi differential privacy; quick to compute.
+
+    `probability` is that of a client to be sampled in each of the `rounds`, `noise` the noise multiplier.
+    """
     _check_account(probability, noise, rounds, delta)
     if rounds == 0:
         return 0.0
@@ -256,7 +259,10 @@ def noise_for(target: float, probability: float, rounds: int, delta: float, tole
 
 @lru_cache(maxsize=64)
 def distributed_noise_for(target: float, rounds: int, delta: float, tolerance: float = 2e-3) -> float:
-    """Return the smallest noise multiplier of distributed noise within the epsilon `target`; as `noise_for`."""
+    """Return the smallest multiplier of distributed noise that spends at most epsilon `target` at `delta`.
+
+    It is that of `rounds` rounds, at most the relative `tolerance` too large. Raises for a target out of range.
+    """
     if not 0 < target <= NO_GUARANTEE or rounds < 1:
         raise FedgraftError(
             "E-PRIVACY-TARGET",

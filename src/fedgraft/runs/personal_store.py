@@ -53,7 +53,10 @@ class PersonalStore(Mapping[int, Tensor]):
 
     @classmethod
     def restore(cls, folder: Path, length: int, saved: Mapping[str, Any]) -> PersonalStore:
-        """Return the store that `sealed` described; raise `BadCheckpoint` unless every file is what it was then."""
+        """Return the store that `sealed` described as `saved`; raise `BadCheckpoint` if a file is not as it was then.
+
+        `length` is that of a vector.
+        """
         files = ClientFiles(folder, KIND, "f32")
         return cls(files, length, files.restored(saved))
 
