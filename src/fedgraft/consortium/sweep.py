@@ -229,7 +229,8 @@ def run_cells(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Run the cells and return the summaries of finished ones and the reasons of failed ones, by label.
 
-    Cells that are finished already are only read. `processes` as in `process_cells`; `report` prints a line.
+    Cells that are finished already are only read. `processes` is how many run at a time (0: one after
+    another in this process); `report` prints a line.
     """
     summaries: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}

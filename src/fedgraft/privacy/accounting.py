@@ -143,8 +143,9 @@ def gaussian_epsilon(noise: float, rounds: int, delta: float) -> float:
 def epsilon_known_cohorts(probability: float, noise: float, rounds: int, delta: float) -> float:
     """Return an upper bound of epsilon against an observer who also learns in which rounds a client took part.
 
-    Arguments are as in `epsilon`. A client takes part in k rounds with the binomial probability of k, and k releases
-    are one Gaussian release with noise / sqrt(k). What an observer learns besides can only help, so the mean of the
+    It is epsilon at `delta`; `probability` is that of a client to be sampled in each of the `rounds`, `noise` the noise
+    multiplier. A client takes part in k rounds with the binomial probability of k, and k releases are one Gaussian
+    release with noise / sqrt(k). What an observer learns besides can only help, so the mean of the
     Gaussians' deltas over k is never below the true delta (convexity of the hockey-stick divergence). Tight at tiny
     noise, where one round gives a client away; loose at large noise.
     """
