@@ -482,9 +482,9 @@ def test_a_client_whose_memory_is_lost_is_refused_by_name() -> None:
     toy.run(1)
     grid.nodes[engine.registry.nodes[3]].forget()
     toy.run(1)
-    with raises("E-DEPLOY-MEMORY-STEP", client=3, step=1, latest_step=0) as caught:
+    with raises("E-DEPLOY-MEMORY-STEP", client=3, step=1, latest_step=0):
         load_memory({}, 1, 3)
-    assert toy.summary.rejections[0].reason == str(caught.value)
+    assert toy.summary.rejections[0].reason == "E-DEPLOY-MEMORY-STEP; its log says more"
 
 
 def test_a_resumed_server_goes_on_from_the_step_it_saved() -> None:
