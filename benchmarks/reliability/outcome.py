@@ -19,8 +19,8 @@ NOTES = """
 - `dropouts`: losses add up over the stages, so about half of the random cases fall below their threshold. Those must
   end in a clean abort.
 - `combinations`: every order goes through the rules that a client has; the arithmetic of the protocol is left out, and
-  `tests/unit/test_combinations.py` compares what is opened with the real one. Every question about the same rows counts as the
-  same quantity, which is more than a server has. Rounds are equations of their own.
+  `tests/unit/test_combinations.py` compares what is opened with the real one. Every question about the same rows counts
+  as the same quantity, which is more than a server has. Rounds are equations of their own.
 - `cost`: the bar on bytes has a broken variant. The bar on time has none; its control is flwr's own repeats held
   against each other, which must give a ratio near 1. Both sides work in one process and one thread.
 - `malformed`: every aggregator gets the common kinds and those about the fields that only it asks for. Of the 1,000

@@ -15,8 +15,8 @@ app = typer.Typer(
     help=(
         "Run on other people's machines, over TLS, with Flower. The coordinator uses init, register, server, "
         "preflight, submit, status, evaluate, stop, revoke, renew; a data owner uses key, policy, trust, node, audit, "
-        "ledger, clean. `slurm`, `compose`, `k8s` write files that start a node. `local` does all of it on this machine; "
-        "`app` writes an app for somebody else's Flower federation. "
+        "ledger, clean. `slurm`, `compose`, `k8s` write files that start a node. `local` does all of it on this "
+        "machine; `app` writes an app for somebody else's Flower federation. "
         "See docs/deploy.md."
     ),
 )

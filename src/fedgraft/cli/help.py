@@ -80,6 +80,8 @@ EXAMPLES: Mapping[str, str] = {
     "deploy fingerprint": "fedgraft deploy fingerprint north.pub",
     "deploy trust": "fedgraft deploy trust 1 south.pub --key north.key",
     "deploy audit": "fedgraft deploy audit --key north.key",
+    "deploy ledger": "fedgraft deploy ledger --key north.key",
+    "deploy clean": "fedgraft deploy clean --key north.key --cache --yes",
     "deploy revoke": "fedgraft deploy revoke federation north",
     "deploy renew": "fedgraft deploy renew federation",
 }
