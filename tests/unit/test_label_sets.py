@@ -303,3 +303,76 @@ def test_algorithms_of_classes_are_refused_before_work_starts(algorithm: Any, tm
 def test_metrics_of_classes_are_refused() -> None:
     with raises("E-METRICS-UNKNOWN", metric="top5"):
         fg.run(fg.fedavg(), "cnn:width=4,size=16", _clients(), rounds=1, metrics=["top5"])
+
+
+# ---- sources
+
+
+def _written(folder: Path, labels: np.ndarray) -> list[str]:
+    """Write images as PNG files and return their names."""
+    from PIL import Image
+
+    names = []
+    for row, pixels in enumerate(_images(labels)):
+        names.append(f"scan{row:03}.png")
+        Image.fromarray(pixels).save(folder / names[-1])
+    return names
+
+
+def _cell(value: float) -> str:
+    return "" if np.isnan(value) else str(int(value))
+
+
+def test_the_same_findings_from_csv_parquet_and_datasets(tmp_path: Path) -> None:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    labels = _labels(60)
+    names = _written(tmp_path, labels)
+    lines = ["image,edema,hospital,mass,nodule"]
+    for name, row in zip(names, labels.tolist(), strict=True):
+        lines.append(f"{name},{_cell(row[0])},north,{_cell(row[1])},{_cell(row[2])}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines) + "\n")
+    columns: dict[str, Any] = {"image": [{"bytes": (tmp_path / name).read_bytes(), "path": name} for name in names]}
+    for number, name in enumerate(NAMES):
+        columns[name] = [None if np.isnan(value) else int(value) for value in labels[:, number].tolist()]
+    pq.write_table(pa.table(columns), tmp_path / "scans.parquet")
+    found = [
+        fg.data.table(tmp_path, findings=NAMES, site="hospital", seed=3),
+        fg.data.parquet(tmp_path / "scans.parquet", findings=NAMES, seed=3),
+        fg.data.dataset(datasets.Dataset.from_dict(columns), findings=NAMES, seed=3),
+    ]
+    expected = fg.data.arrays(_images(labels), labels, classes=NAMES, seed=3)
+    for data in found:
+        assert data.classes == NAMES
+        assert (data.train.findings == expected.train.findings).all()
+    assert found[0].train.sites is not None and set(found[0].train.sites) == {"north"}
+
+
+def test_lists_in_datasets_are_label_sets() -> None:
+    import datasets
+
+    images = list(np.zeros((40, 8, 8, 3), np.uint8))
+    lists = [[0, 2], [], [1], None] * 10
+    data = datasets.Dataset.from_dict({"image": images, "label": lists})
+    made = fg.data.dataset(data, classes=NAMES, test_share=0.25)
+    patterns = np.unique(np.concatenate([made.train.findings, made.test.findings]), axis=0).tolist()
+    assert patterns == [[-1, -1, -1], [0, 0, 0], [0, 1, 0], [1, 0, 1]]
+    with raises("E-DATA-FINDING-NAMES"):
+        fg.data.dataset(data)
+
+
+def test_a_table_with_classes_and_what_is_wrong_with_tables(tmp_path: Path) -> None:
+    names = _written(tmp_path, np.zeros((30, 3)))
+    rows = [f"{name},{'cat' if row % 2 else 'dog'},{'test' if row > 20 else 'train'}" for row, name in enumerate(names)]
+    (tmp_path / "labels.csv").write_text("image,label,split\n" + "\n".join(rows) + "\n")
+    data = fg.data.table(tmp_path / "labels.csv")
+    assert data.classes == ("cat", "dog") and (len(data.train), len(data.test)) == (21, 9)
+    with raises("E-DATA-COLUMN", column="edema"):
+        fg.data.table(tmp_path, findings=["edema", "label"])
+    with raises("E-DATA-LABEL-SET-VALUE", column="label"):
+        fg.data.table(tmp_path, findings=["label", "split"])
+    (tmp_path / "labels.csv").write_text("image,label\na.png\n")
+    with raises("E-DATA-TABLE"):
+        fg.data.table(tmp_path)

@@ -17,8 +17,9 @@ class DataTable(Section):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     source: str = Field(
         "digits",
-        description="digits, cifar10, cifar100, folder, owners (a folder per owner), parquet, npz, datasets, features, "
-        "synthetic, or a registered name; its own options stand beside it (image, label, site, group: column names)",
+        description="digits, cifar10, cifar100, folder, owners (a folder per owner), parquet, npz, datasets, table (a "
+        "CSV file that names images), features, synthetic, or a registered name; its own options stand beside it "
+        "(image, label, site, group: column names; findings: columns of 0 and 1 where an image has several labels)",
     )
     path: str | None = Field(None, description="file or folder with the data; else the usual places, then the Hub")
     validation: float = Field(0.1, ge=0, lt=1, description="share of the training images held out, stratified")

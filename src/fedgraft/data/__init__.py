@@ -22,6 +22,7 @@ from fedgraft.data.sources import (
     owners,
     parquet,
     synthetic,
+    table,
 )
 
 __all__ = [
@@ -50,4 +51,5 @@ __all__ = [
     "partition",
     "stratified_split",
     "synthetic",
+    "table",
 ]

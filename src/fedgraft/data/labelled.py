@@ -194,6 +194,43 @@ def label_sets(values: Any, names: Sequence[Any] | None = None) -> tuple[np.ndar
     return findings.astype(np.int8), classes
 
 
+def findings_of_columns(columns: Mapping[str, Any], names: Sequence[str], where: Any) -> np.ndarray:
+    """Return the matrix (N, C) of 0, 1 and NaN (unknown) in the columns of these names; an empty cell is unknown.
+
+    `where` names the data in an error.
+    """
+    matrix = []
+    for name in names:
+        if name not in columns:
+            raise FedgraftError(
+                "E-DATA-COLUMN",
+                f"{where} has no column {name!r}, which data.findings names",
+                "name columns of 0 and 1",
+                column=name,
+            )
+        numbers = []
+        for row, cell in enumerate(np.asarray(columns[name]).tolist()):
+            numbers.append(_finding(cell, row, name, where))
+        matrix.append(numbers)
+    return np.array(matrix, dtype=float).T
+
+
+def _finding(cell: Any, row: int, name: str, where: Any) -> float:
+    """Return the number in a cell of a column of findings, NaN where it is empty."""
+    if cell is None or str(cell).strip() == "":
+        return float("nan")
+    try:
+        return float(cell)
+    except (TypeError, ValueError):
+        raise FedgraftError(
+            "E-DATA-LABEL-SET-VALUE",
+            f"{where} has {str(cell)[:40]!r} in row {row}, column {name!r}",
+            "write 0, 1, or nothing where it is unknown",
+            row=row,
+            column=name,
+        ) from None
+
+
 def set_numbers(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the number of each row's label set, int64 (N,), for several parts (train, test) of label sets (N, C).
 

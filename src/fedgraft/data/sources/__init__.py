@@ -23,6 +23,7 @@ from fedgraft.data.sources.folder import endings, folder, owners
 from fedgraft.data.sources.npz import npz
 from fedgraft.data.sources.objects import SAVED_FILES, arrays, dataset
 from fedgraft.data.sources.parquet import parquet
+from fedgraft.data.sources.table import table
 
 __all__ = [
     "SOURCES",
@@ -43,6 +44,7 @@ __all__ = [
     "owners",
     "parquet",
     "synthetic",
+    "table",
 ]
 
 SOURCES |= {
@@ -56,6 +58,7 @@ SOURCES |= {
     "datasets": dataset,
     "features": features,
     "synthetic": synthetic,
+    "table": table,
 }
 _PATHS = ("path", "data", "x")  # what the first argument is called where a source takes a path
 
@@ -128,10 +131,10 @@ def open_path(path: str | Path, **options: Any) -> Dataset:
 def kind_of(place: Path) -> str:
     """Return the source that fits a path: a file by its name, a folder by its content; an empty text if none does."""
     if not place.is_dir():
-        return {".npz": "npz", ".parquet": "parquet"}.get(place.suffix, "")
+        return {".npz": "npz", ".parquet": "parquet", ".csv": "table"}.get(place.suffix, "")
     tables = sorted(place.glob("*.parquet"))
-    for table in tables:
-        name = names_dataset(table.name)
+    for file in tables:
+        name = names_dataset(file.name)
         if name is not None:
             return name
     if tables:

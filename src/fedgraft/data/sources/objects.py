@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
+from fedgraft.data.labelled import findings_of_columns
 from fedgraft.data.pixels.originals import Originals, from_arrays
 from fedgraft.data.sources.assemble import Dataset, SourceOptions, SourcePart, assemble
 from fedgraft.data.sources.npz import rgb
@@ -46,12 +48,14 @@ def dataset(
     group: str | None = None,
     test: Any = None,
     classes: Sequence[str] | None = None,
+    findings: Sequence[str] | None = None,
     **options: Unpack[SourceOptions],
 ) -> Dataset:
     """Return a dataset of a torch `Dataset` of (image, label), a `datasets.Dataset`, a `DatasetDict`, or a saved one.
 
     The column names are for `datasets`. `test` is a second object of the kind; a `DatasetDict` brings its own, called
-    test or else validation.
+    test or else validation. Images have sets of findings where the label column of a `datasets.Dataset` holds lists of
+    names or numbers, or where `findings` names columns of 0 and 1 (empty: unknown).
     """
     names = {"image": image, "label": label, "site": site, "group": group}
     if isinstance(data, str | Path):
@@ -62,9 +66,14 @@ def dataset(
         parts = [data]
     else:
         parts = [data, test]
+    if findings is not None:
+        return assemble("datasets", [from_columns(part, names, findings) for part in parts], findings, **options)
     if classes is None:
         classes = _class_names(parts[0], label)
-    return assemble("datasets", [_read_part(part, names) for part in parts], classes, **options)
+    read = [_read_part(part, names) for part in parts]
+    if any(isinstance(part.labels, list) for part in read):
+        read = [replace(part, labels=_matrix_of_lists(part.labels, classes)) for part in read]
+    return assemble("datasets", read, classes, **options)
 
 
 def _parts_of_dict(data: Mapping[str, Any], test: Any) -> list[Any]:
@@ -183,21 +192,56 @@ def _item(data: Any, row: int, names: dict[str, str | None]) -> tuple[Any, Any]:
     return image, label
 
 
-def from_columns(data: Any, names: dict[str, str | None]) -> SourcePart:
+def _matrix_of_lists(lists: Sequence[Sequence[Any] | None], classes: Sequence[str] | None) -> np.ndarray:
+    """Return the matrix (N, C) of 1 for each finding that a row's list names or numbers, else 0; a row of None: NaN."""
+    if classes is None:
+        raise FedgraftError(
+            "E-DATA-FINDING-NAMES",
+            "the label column holds lists, and the dataset does not name the findings",
+            "pass classes=, the names of the findings in their order",
+        )
+    place = {str(name): number for number, name in enumerate(classes)}
+    matrix = np.zeros((len(lists), len(place)))
+    for row, items in enumerate(lists):
+        if items is None:
+            matrix[row] = np.nan
+            continue
+        for item in items:
+            number = item if isinstance(item, int) else place.get(str(item), -1)
+            if not 0 <= number < len(place):
+                raise FedgraftError(
+                    "E-DATA-UNKNOWN-LABEL",
+                    f"the label {item!r} of row {row} is not among the findings",
+                    "add it to classes or correct it",
+                    label=item,
+                )
+            matrix[row, number] = 1
+    return matrix
+
+
+def from_columns(data: Any, names: dict[str, str | None], findings: Sequence[str] | None = None) -> SourcePart:
     """Return a `datasets.Dataset` as one part; images stay encoded until pixels are made.
 
-    `names` says which columns are "image", "label", "site" and "group" (None: none).
+    `names` says which columns are "image", "label", "site" and "group" (None: none), `findings` which are of 0 and 1.
+    Labels that are lists stay a list.
     """
     import datasets
 
     where = "the dataset"
     image = image_column(data.column_names, names, where)
-    label = pick_column(data.column_names, (str(names["label"]),), where)
+    label = ""
+    if findings is None:
+        label = pick_column(data.column_names, (str(names["label"]),), where)
     if isinstance(data.features[image], datasets.Image):
         data = data.cast_column(image, datasets.Image(decode=False))
     columns: dict[str, list[Any]] = {}
     for name, kind in data.features.items():
-        if name in (image, label) or getattr(kind, "dtype", "") not in ("string", "int64", "int32", "large_string"):
+        if name in (image, label, *(findings or ())) or getattr(kind, "dtype", "") not in (
+            "string",
+            "int64",
+            "int32",
+            "large_string",
+        ):
             continue
         columns[name] = list(data[name])
         if hasattr(kind, "int2str"):  # numbers that stand for names
@@ -210,7 +254,14 @@ def from_columns(data: Any, names: dict[str, str | None]) -> SourcePart:
         return f"row {row} of {where}"
 
     originals = Originals("datasets", [data._fingerprint, image], len(data), read, find)
-    labels = np.asarray(list(data[label]))
+    labels: Any
+    if findings is not None:
+        present = [name for name in findings if name in data.column_names]
+        labels = findings_of_columns({name: list(data[name]) for name in present}, findings, where)
+    else:
+        labels = list(data[label])
+        if not any(isinstance(cell, list) for cell in labels):
+            labels = np.asarray(labels)
     return SourcePart(originals, labels, add_site_and_group(short_columns(columns), names, where))
 
 
@@ -227,7 +278,8 @@ def _class_names(data: Any, label: str) -> Sequence[str] | None:
     """Return the class names that a dataset brings along, or None."""
     features = getattr(data, "features", None)
     if isinstance(features, Mapping) and label in features:
-        return getattr(features[label], "names", None)
+        kind = features[label]
+        return getattr(kind, "names", None) or getattr(getattr(kind, "feature", None), "names", None)
     return getattr(data, "classes", None)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.data.labelled import findings_of_columns
 from fedgraft.data.pixels.originals import from_parquet, parquet_cells
 from fedgraft.data.sources.assemble import Dataset, SourceOptions, SourcePart, assemble
 
@@ -25,15 +26,19 @@ def parquet(
     site: str | None = None,
     group: str | None = None,
     classes: Sequence[str] | None = None,
+    findings: Sequence[str] | None = None,
     **options: Unpack[SourceOptions],
 ) -> Dataset:
     """Return a dataset of a parquet file or a folder of them: those with `train` and `test` in their names are parts.
 
     Names of the classes come from the file (as `datasets` writes them) or from a `labels.json` beside it. The columns
-    `site` and `group` are found under these names unless others are given.
+    `site` and `group` are found under these names unless others are given. `findings` names columns with 1 where a
+    finding is present, 0 where it is absent and nothing where that is unknown; then there is no column `label`.
     """
     names = {"image": image, "label": label, "site": site, "group": group}
     parts = _find_files(Path(path).expanduser())
+    if findings is not None:
+        return assemble("parquet", [_read_findings(files, names, findings) for files in parts], findings, **options)
     if classes is None:
         classes = _class_names(parts[0][0], label)
     return assemble("parquet", [read_parquet(files, names) for files in parts], classes, **options)
@@ -57,6 +62,17 @@ def read_parquet(files: Sequence[Path], names: dict[str, str | None]) -> SourceP
             path=where,
         )
     labels = columns.pop(label)
+    return SourcePart(from_parquet(files, image), labels, add_site_and_group(columns, names, where))
+
+
+def _read_findings(files: Sequence[Path], names: dict[str, str | None], findings: Sequence[str]) -> SourcePart:
+    """Return the images of these files with label sets from the columns `findings`; `names` as in `read_parquet`."""
+    where = str(files[0])
+    available = column_names(files[0])
+    image = image_column(available, names, where)
+    wanted = [name for name in findings if name in available]
+    columns = _read_columns(files, [*wanted, *_plain_columns(files[0], {image, *wanted})], may_have_gaps=True)
+    labels = findings_of_columns({name: columns.pop(name) for name in wanted if name in columns}, findings, where)
     return SourcePart(from_parquet(files, image), labels, add_site_and_group(columns, names, where))
 
 
@@ -185,8 +201,11 @@ def _plain_columns(path: Path, without: set[str]) -> list[str]:
     return names
 
 
-def _read_columns(files: Sequence[Path], names: list[str]) -> dict[str, np.ndarray]:
-    """Return these columns of all files, without those of long texts; the first one, the label, must have no gaps."""
+def _read_columns(files: Sequence[Path], names: list[str], may_have_gaps: bool = False) -> dict[str, np.ndarray]:
+    """Return these columns of all files, without those of long texts.
+
+    The first one, the label, must have no gaps, unless `may_have_gaps`.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -203,7 +222,7 @@ def _read_columns(files: Sequence[Path], names: list[str]) -> dict[str, np.ndarr
                 "give all files of the folder the same columns",
                 path=str(path),
             ) from error
-    missing = columns[names[0]].count(None)
+    missing = 0 if may_have_gaps else columns[names[0]].count(None)
     if missing:
         raise FedgraftError(
             "E-DATA-LABEL-MISSING",
