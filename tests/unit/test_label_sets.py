@@ -12,7 +12,9 @@ from sklearn import metrics as reference
 from tests.support.errors import raises
 
 import fedgraft as fg
+from fedgraft.client.actions.evaluation import without_small_findings
 from fedgraft.core.label_sets import UNKNOWN, image_losses, label_losses, logit_errors
+from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.fisher import logit_gradients
 from fedgraft.local.losses import LossContext, cross_entropy, one_vs_all
 from fedgraft.metrics import label_metrics, label_scores, sums
@@ -376,3 +378,96 @@ def test_a_table_with_classes_and_what_is_wrong_with_tables(tmp_path: Path) -> N
     (tmp_path / "labels.csv").write_text("image,label\na.png\n")
     with raises("E-DATA-TABLE"):
         fg.data.table(tmp_path)
+
+
+# ---- delivery
+
+
+@pytest.mark.slow
+def test_thresholds_come_from_validation_and_the_exported_model_says_the_same(tmp_path: Path) -> None:
+    """A run from a CSV file, its predictions, and the exported folder as transformers and fedgraft read it."""
+    import json
+
+    from transformers import AutoModelForImageClassification
+
+    from fedgraft.config.load import load
+    from fedgraft.runs.deliver import export_run
+    from fedgraft.runs.loop import run
+    from fedgraft.runs.predict import evaluate_run, predictor
+
+    labels = _labels(240)
+    names = _written(tmp_path, labels)
+    lines = ["image,edema,mass,nodule"]
+    for name, row in zip(names, labels.tolist(), strict=True):
+        lines.append(",".join([name, *map(_cell, row)]))
+    (tmp_path / "labels.csv").write_text("\n".join(lines) + "\n")
+    options = ["model.name=tiny", "data.source=table", f"data.path={tmp_path}", "data.image_size=16"]
+    options += ['data.findings=["edema","mass","nodule"]', "partition.clients=2", "rounds.total=1", "local.lr=0.01"]
+    summary = run(load(None, [*options, 'metrics=["auroc"]', "workers=1"]), tmp_path / "run", console=False)
+    thresholds = summary["thresholds"]
+    assert set(thresholds) == set(NAMES) and all(0 < value < 1 for value in thresholds.values())
+    files = [tmp_path / name for name in names[:20]]
+    by_run = predictor(tmp_path / "run")(files)
+    for prediction in by_run:
+        said = tuple(name for name in NAMES if prediction.scores[name] > thresholds[name])  # type: ignore[index]
+        assert prediction.findings == said  # type: ignore[attr-defined]
+    assert len({prediction.findings for prediction in by_run}) > 1  # type: ignore[attr-defined]
+    export_run(tmp_path / "run", tmp_path / "exported")
+    by_export = predictor(tmp_path / "exported")(files)
+    assert [item.findings for item in by_export] == [item.findings for item in by_run]  # type: ignore[attr-defined]
+    assert (
+        json.loads((tmp_path / "exported" / "config.json").read_text())["problem_type"] == "multi_label_classification"
+    )
+    assert "## Thresholds" in (tmp_path / "exported" / "README.md").read_text()
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "exported")
+    pixels = torch.zeros(2, 3, 16, 16)
+    targets = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    output = model(pixel_values=pixels, labels=targets)  # transformers' own loss for several labels
+    assert float(output.loss.detach()) == pytest.approx(
+        float(label_losses(output.logits.detach(), targets.long()).mean()), rel=1e-5
+    )
+    with raises("E-RUN-EXPORT-KIND"):
+        export_run(tmp_path / "run", tmp_path / "edit", "edit")
+    measured = evaluate_run(tmp_path / "run")
+    assert measured.metrics["auroc"].value == pytest.approx(summary["metrics"]["auroc"]["value"])  # type: ignore[union-attr]
+
+
+def test_thresholds_are_those_of_the_largest_youden_index() -> None:
+    logits, labels = _scored()
+    found = label_metrics.best_thresholds(label_scores.count_label_scores(logits, labels), NAMES)
+    for finding, name in enumerate(NAMES):
+        known = labels[:, finding] != UNKNOWN
+        truth, score = labels[known, finding].numpy(), logits[known, finding].numpy()
+        false_rate, true_rate, _ = reference.roc_curve(truth, score, drop_intermediate=False)
+        said = 1 / (1 + np.exp(-score)) > found[name]
+        reached = said[truth == 1].mean() - said[truth == 0].mean()
+        assert reached == pytest.approx((true_rate - false_rate).max(), abs=1e-9)
+
+
+# ---- protection
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["head", "everything"])
+def test_a_secure_run_trains_as_the_clear_one(kind: str) -> None:
+    """The same images and streams: models differ by fixed-point rounding only."""
+    trainable = {"head": fg.head, "everything": fg.everything}[kind]()
+    clear = fg.fedavg(trainable=trainable)
+    losses = []
+    for algorithm in (clear, fg.secure(clear)):
+        result = fg.run(
+            algorithm, "cnn:width=4,size=16", _clients(), rounds=2, metrics=METRICS, **{"rounds.fraction": 1.0}
+        )
+        losses.append(result.summary["metrics"]["log_loss"]["value"])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
+def test_findings_of_few_images_are_left_out_of_hidden_sums() -> None:
+    labels = torch.zeros(40, 3, dtype=torch.int64)
+    labels[:4, 0] = 1  # four images with the finding
+    labels[:5, 1] = 1
+    labels[4:, 2] = 1  # four without
+    examples = FeatureExamples(torch.zeros(40, 2), labels, 0)
+    masked = without_small_findings(examples, torch.arange(40), 5)
+    assert (masked.labels != UNKNOWN).any(0).tolist() == [False, True, False]
+    assert torch.equal(examples.labels, labels)

@@ -6,7 +6,7 @@ import csv
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -46,6 +46,8 @@ def predict(
     else:
         for prediction in predictions:
             best = "  ".join(f"{label}  {100 * score:.1f} %" for label, score in prediction.top(top))
+            if not best and not prediction.error:
+                best = "no finding is over its threshold"
             typer.echo(f"{prediction.image}\t{prediction.error or best}")
     unreadable = sum(bool(prediction.error) for prediction in predictions)
     if unreadable == 0:
@@ -59,6 +61,10 @@ def predict(
 def _write_csv(predictions: list[Prediction], top: int) -> None:
     """Write the `top` classes of each image to stdout as CSV."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
+    for prediction in predictions:
+        if hasattr(prediction, "findings") and prediction.scores is not None:
+            _write_findings(writer, predictions, list(prediction.scores))
+            return
     header = ["image", "label", "score"]
     for place in range(2, top + 1):
         header += [f"label_{place}", f"score_{place}"]
@@ -69,6 +75,19 @@ def _write_csv(predictions: list[Prediction], top: int) -> None:
             cells += [label, f"{score:.6f}"]
         padding = [""] * (2 * top - len(cells))
         writer.writerow([prediction.image, *cells, *padding, prediction.error])
+
+
+def _write_findings(writer: Any, predictions: list[Prediction], names: list[str]) -> None:
+    """Write for each image whether each finding is over its threshold (0 or 1), and its probability."""
+    writer.writerow(["image", *names, *[f"score_{name}" for name in names], "error"])
+    for prediction in predictions:
+        if prediction.scores is None:
+            writer.writerow([prediction.image, *[""] * (2 * len(names)), prediction.error])
+            continue
+        said = {name for name, _ in prediction.top(len(names))}
+        cells = [int(name in said) for name in names]
+        scores = [f"{prediction.scores[name]:.6f}" for name in names]
+        writer.writerow([prediction.image, *cells, *scores, prediction.error])
 
 
 def evaluate(

@@ -11,6 +11,7 @@ in `Metric.binned`, and the interval is wider by it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -29,6 +30,7 @@ from fedgraft.metrics.metrics import (
     ratio,
     share,
 )
+from fedgraft.metrics.scores import EDGES
 
 SPECIFICITIES = {"sensitivity_at_80": 0.80, "sensitivity_at_90": 0.90, "sensitivity_at_95": 0.95}
 """Sensitivities at a specificity of at least so much."""
@@ -129,6 +131,29 @@ def hits_at_specificity(negative: Array, positive: Array, specificity: float) ->
     rows = np.arange(len(negative))
     hits = positive.sum(1) - positive.cumsum(1)[rows, first]
     return hits, positive[rows, first]
+
+
+def best_thresholds(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]:
+    """Return for each finding the probability above which it is said: where sensitivity plus specificity is greatest.
+
+    Of equal ones it is the nearest to one half; one half for a finding that is not both present and absent somewhere.
+    """
+    negative, positive = as_numpy(sums)["histogram"]
+    edges = EDGES.numpy()
+    thresholds = {}
+    for finding, name in enumerate(names):
+        thresholds[name] = 0.5
+        absent = negative[finding].sum()
+        present = positive[finding].sum()
+        if not absent or not present:
+            continue
+        specificity = negative[finding].cumsum()[:-1] / absent
+        sensitivity = 1 - positive[finding].cumsum()[:-1] / present
+        gain = specificity + sensitivity
+        best = np.flatnonzero(gain >= gain.max() - 1e-12)
+        edge = float(edges[best[np.abs(edges[best]).argmin()]])
+        thresholds[name] = 1 / (1 + math.exp(-edge))
+    return thresholds
 
 
 def compute(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Metric | None]:

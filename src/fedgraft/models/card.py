@@ -51,6 +51,18 @@ class Card:
     training: Mapping[str, object] = field(default_factory=dict)
     metrics: Mapping[str, object] = field(default_factory=dict)
     protection: str = "none: updates were aggregated in the clear, without noise"
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    """Of sets of findings: the probability (sigmoid of the logit) above which each is said."""
+
+    def _thresholds(self) -> str:
+        """Return the thresholds with a sentence on what they are; an empty text without any."""
+        if not self.thresholds:
+            return ""
+        return (
+            "An image has any number of findings. Each has the sigmoid of its own logit as probability, and is said "
+            "where that is over its threshold, chosen on validation images for the greatest sum of sensitivity and "
+            f"specificity.\n\n{_table(self.thresholds)}"
+        )
 
     def text(self, kind: str = "merged", bundled: bool = False) -> str:
         """Return the card as README.md, with the front matter that the Hub reads.
@@ -75,6 +87,7 @@ class Card:
             "Data": self.data,
             "Training": _table(self.training),
             "Results": _table(self.metrics),
+            "Thresholds": self._thresholds(),
             "Protection": self.protection,
         }
         body = "\n\n".join(f"## {name}\n{without_paths(text)}" for name, text in sections.items() if text)

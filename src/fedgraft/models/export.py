@@ -26,25 +26,49 @@ from fedgraft.models.network import VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
 from fedgraft.models.small import SmallConfig
 
+MULTI_LABEL = "multi_label_classification"
+"""The `problem_type` of transformers whose outputs are findings, each with the sigmoid of its logit."""
+_THRESHOLDS = "thresholds.json"
+
 
 def export_model(
-    network: VisionNetwork, folder: str | Path, labels: Sequence[str] | None, preprocessor: Mapping[str, Any], card: str
+    network: VisionNetwork,
+    folder: str | Path,
+    labels: Sequence[str] | None,
+    preprocessor: Mapping[str, Any],
+    card: str,
+    thresholds: Mapping[str, float] | None = None,
 ) -> Path:
     """Write weights, configuration, preprocessing and model card to `folder`, which must be new or empty; return it.
 
     `labels` are class names (None: `class 0`, ...), `preprocessor` the content of preprocessor_config.json, `card` the
-    text of README.md.
+    text of README.md. `thresholds` are the probabilities above which findings are said, for thresholds.json.
     """
     classifier = to_classifier(network, label_names(network, labels))
     if network.label_sets:
-        classifier.config.problem_type = "multi_label_classification"
+        classifier.config.problem_type = MULTI_LABEL
     with atomic_folder(Path(folder)) as new_folder:
         with quiet():
             classifier.save_pretrained(new_folder)
         for code in getattr(classifier.config, "auto_map", {}).values():
             shutil.copy(Path(__file__).with_name(f"{code.partition('.')[0]}.py"), new_folder)
         write_preprocessor_and_card(new_folder, preprocessor, card)
+        if thresholds:
+            (new_folder / _THRESHOLDS).write_text(json.dumps(dict(thresholds), indent=1) + "\n", encoding="utf-8")
     return Path(folder)
+
+
+def read_thresholds(folder: Path) -> dict[str, float]:
+    """Return the thresholds of an exported model's findings; {} where it has none."""
+    file = folder / _THRESHOLDS
+    if not file.is_file():
+        return {}
+    try:
+        return {str(name): float(value) for name, value in json.loads(file.read_text(encoding="utf-8")).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise FedgraftError(
+            "E-MODELS-THRESHOLDS", f"{file} holds no thresholds ({error})", "export again", path=str(file)
+        ) from error
 
 
 def label_names(network: VisionNetwork, labels: Sequence[str] | None) -> list[str]:

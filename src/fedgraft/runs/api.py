@@ -88,7 +88,8 @@ class Result:
     @property
     def predictor(self) -> Predictor:
         """The adapted model with its classes and its preprocessing."""
-        return Predictor(self.network, self.classes, self.task.transform)
+        thresholds = self.summary.get("thresholds") or {}
+        return Predictor(self.network, self.classes, self.task.transform, thresholds)
 
     def predict(self, images: str | Path | Iterable[str | Path]) -> list[Prediction]:
         """Return labels and scores for files, folders or patterns such as "new/*.png"."""

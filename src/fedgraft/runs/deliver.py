@@ -44,6 +44,13 @@ def deliver(run: Adapted, summary: Summary, to: Path | str, kind: str = "merged"
             f"choose {', '.join(KINDS)}",
             kind=kind,
         )
+    if kind != "merged" and run.network.label_sets:
+        raise FedgraftError(
+            "E-RUN-EXPORT-KIND",
+            f"a model of sets of findings cannot be exported as {kind!r}, which does not say that it is one",
+            "choose merged",
+            kind=kind,
+        )
     with phase("export"):
         return KINDS[kind](run, card_of(run, summary), Path(to), name)
 
@@ -53,7 +60,8 @@ def _merged(run: Adapted, card: Card, to: Path, name: str) -> Path:
 
     `name`, the run's, is not used here.
     """
-    return export_model(run.plain(), to, run.classes, run.setup.task.transform.preprocessor, card.text())
+    thresholds = card.thresholds
+    return export_model(run.plain(), to, run.classes, run.setup.task.transform.preprocessor, card.text(), thresholds)
 
 
 def _adapter(run: Adapted, card: Card, to: Path, name: str) -> Path:
@@ -108,6 +116,7 @@ def card_of(run: Adapted, summary: Summary) -> Card:
         training=training,
         metrics=_metrics(summary),
         protection=_protection(run, summary),
+        thresholds=summary.get("thresholds") or {},
     )
 
 

@@ -21,7 +21,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Examples
 from fedgraft.core.state import ServerState
-from fedgraft.metrics import metrics, scores
+from fedgraft.metrics import label_metrics, metrics, scores
 from fedgraft.metrics import sums as metric_sums
 from fedgraft.metrics.evaluate import Evaluation, evaluate_with_sums, evaluation_of
 from fedgraft.runs.head_init import mean_counts, no_images_error, sum_counts
@@ -114,12 +114,23 @@ class Measure:
         """
         measurement = self.test(vector, round)
         summary: dict[str, Any] = {"test": asdict(measurement.plain)}
+        data = self.setup.task.data
+        if data.label_sets and not data.blind:
+            summary["thresholds"] = self.thresholds(vector)
         if self.metric_names:
             summary["metrics"] = report(measurement.sums, self.metric_names, self.classes)
             summary |= tables(measurement.sums, self.metric_names)
             summary["select"] = self.setup.config.select
             summary["class_names"] = list(self.classes)
         return summary
+
+    def thresholds(self, vector: Tensor) -> dict[str, float]:
+        """Return the probability above which the model says each finding, chosen on the validation images here."""
+        context = self.opened.context
+        context.load_model(vector)
+        rows = self.setup.evaluation_rows
+        _, sums = evaluate_with_sums(context.network, context.examples, rows, threads=self.setup.threads)
+        return label_metrics.best_thresholds(sums, self.classes)
 
     def summarise_personal(self, state: ServerState, best: Tensor) -> dict[str, Any]:
         """Let every client measure its model on its own test images, where the config or its metrics ask for that.

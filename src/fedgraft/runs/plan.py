@@ -70,8 +70,10 @@ def plan_run(config: Config) -> list[str]:
     steps = sum(local.steps_for(int(images)) for images in sizes) / len(sizes)
     exchanges = setup.federation.per_round * config.rounds.total
     down, up = _message_bytes(setup, opened)
-    lines = [
-        setup_line(setup, opened),
+    lines = [setup_line(setup, opened)]
+    if data.label_sets:
+        lines.append(_findings_line(setup))
+    lines += [
         f"data: {config.data.source}, {len(data.train_rows):,} training, {len(data.validation_rows):,} validation, "
         f"{len(data.dataset.test.labels):,} test images; clients hold {int(min(sizes)):,} to {int(max(sizes)):,}",
         f"local work: {steps:.3g} steps of {local.batch_size} images a client and round, "
@@ -88,6 +90,18 @@ def plan_run(config: Config) -> list[str]:
     for warning in warnings_for(setup, opened, engines):
         lines.append(f"warning: {warning}")
     return lines
+
+
+def _findings_line(setup: RunSetup) -> str:
+    """Return what is special of sets of findings: how many there are, the loss, the metrics, unknown labels."""
+    findings = setup.task.data.dataset.train.findings
+    assert findings is not None
+    unknown = float((findings == -1).mean()) if findings.size else 0.0
+    measured = ", ".join(setup.config.metrics) or "none but accuracy (all known labels of an image right)"
+    return (
+        f"labels: sets of {findings.shape[1]} findings, {100 * unknown:.3g} % unknown and left out; the loss is "
+        f"{setup.algorithm.loss.name}; metrics: {measured}"
+    )
 
 
 def _device_line(setup: RunSetup, engines: Engines, opened: OpenRun) -> str:

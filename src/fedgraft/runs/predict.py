@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from fedgraft.metrics.label_scores import count_label_scores
 from fedgraft.metrics.metrics import Metric
 from fedgraft.metrics.sums import compute, merge_sums
 from fedgraft.models.backbones import load_network
+from fedgraft.models.export import MULTI_LABEL, read_thresholds
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.folder import RunFolder
@@ -49,6 +50,18 @@ class Prediction:
         """Return the most likely classes with their scores, best first; equal scores in the order of the classes."""
         pairs = (self.scores or {}).items()
         return sorted(pairs, key=lambda pair: (-pair[1], pair[0] != self.label))[:count]
+
+
+@dataclass(frozen=True)
+class FindingsPrediction(Prediction):
+    """One image and its findings; `label` is the likeliest one, whether it is over its threshold or not."""
+
+    findings: tuple[str, ...] = ()
+    """Those whose probability is over their threshold, in the order of the model's outputs."""
+
+    def top(self, count: int) -> list[tuple[str, float]]:
+        """Return the findings over their thresholds with their probabilities, however many; `count` is of classes."""
+        return [(name, (self.scores or {})[name]) for name in self.findings]
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,8 @@ class Predictor:
     network: VisionNetwork
     classes: Sequence[str]
     transform: Transform
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    """Of label sets: the probability above which a finding is said; one half for those that are missing."""
 
     def __call__(self, images: Iterable[str | Path]) -> list[Prediction]:
         """Return a prediction for each image, in order; one that cannot be read has an error instead."""
@@ -118,6 +133,8 @@ class Predictor:
             return []
         pixels = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
         logits = evaluate_batch(self.network, self.transform(pixels), self.network)
+        if self.network.label_sets:
+            return self._predict_findings(batch, logits.float().sigmoid().cpu())
         probabilities = logits.float().softmax(1).cpu()
         # By the logits: probabilities may round to the same number where logits differ.
         likeliest = scores.predicted_classes(logits.float()).tolist()
@@ -125,6 +142,21 @@ class Predictor:
         for (image, _), row, best in zip(batch, probabilities, likeliest, strict=True):
             by_class = dict(zip(self.classes, map(float, row), strict=True))
             predictions.append(Prediction(image, self.classes[best], float(row[best]), by_class))
+        return predictions
+
+    def _predict_findings(self, batch: Sequence[tuple[str, np.ndarray]], probabilities: Tensor) -> list[Prediction]:
+        """Return the findings of a batch of images over their thresholds, from their probabilities (n, C)."""
+        predictions: list[Prediction] = []
+        for (image, _), row in zip(batch, probabilities.tolist(), strict=True):
+            by_finding = dict(zip(self.classes, row, strict=True))
+            findings = []
+            for name, probability in by_finding.items():
+                if probability > self.thresholds.get(name, 0.5):
+                    findings.append(name)
+            likeliest = max(by_finding, key=lambda name: by_finding[name])
+            predictions.append(
+                FindingsPrediction(image, likeliest, by_finding[likeliest], by_finding, findings=tuple(findings))
+            )
         return predictions
 
     def measure(self, examples: Examples, skipped: Sequence[tuple[str, str]] = ()) -> ModelMetrics:
@@ -192,7 +224,8 @@ def predictor(source: Path | str) -> Predictor:
     folder = Path(source)
     if (folder / "run.json").is_file():
         run = adapted(folder, data=False)
-        return Predictor(run.network, run.classes, run.setup.task.transform)
+        thresholds = RunFolder.open(folder).summary().get("thresholds") or {}
+        return Predictor(run.network, run.classes, run.setup.task.transform, thresholds)
     if (folder / "adapter_config.json").is_file():
         raise FedgraftError(
             "E-RUN-PREDICT-ADAPTER",
@@ -208,10 +241,12 @@ def predictor(source: Path | str) -> Predictor:
             path=str(folder),
         )
     network = load_network(folder, None).place(choose_devices().first)
-    labels = json.loads((folder / "config.json").read_text()).get("id2label", {})
+    config = json.loads((folder / "config.json").read_text())
+    labels = config.get("id2label", {})
+    network.label_sets = config.get("problem_type") == MULTI_LABEL
     classes = [labels.get(str(index), f"class {index}") for index in range(network.classes)]
     transform = Transform(rule_for(network), (), tuple(network.mean), tuple(network.std))  # type: ignore[arg-type]
-    return Predictor(network, classes, transform)
+    return Predictor(network, classes, transform, read_thresholds(folder))
 
 
 def evaluate_run(source: Path | str, data: Dataset | Path | str | None = None) -> ModelMetrics:
