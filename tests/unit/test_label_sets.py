@@ -20,6 +20,7 @@ from fedgraft.local.losses import LossContext, cross_entropy, one_vs_all
 from fedgraft.metrics import label_metrics, label_scores, sums
 from fedgraft.metrics.scores import EDGES, merge_scores
 
+CNN = "cnn:width=4,size=16"
 NAMES = ("edema", "mass", "nodule")
 
 
@@ -291,20 +292,20 @@ METRICS = ["accuracy", "auroc", "average_precision", "sensitivity_at_90", "calib
     "algorithm", [fg.fedavg(), fg.scaffold(), fg.fedprox(), fg.fedova(positives="federation")], ids=lambda a: a.name
 )
 def test_training_learns_findings(algorithm: Any) -> None:
-    result = fg.run(algorithm, "cnn:width=4,size=16", _clients(), rounds=4, metrics=METRICS, select="auroc")
+    result = fg.run(algorithm, CNN, _clients(), rounds=4, metrics=METRICS, select="auroc")
     assert result.summary["metrics"]["auroc"]["value"] > 0.8
 
 
 @pytest.mark.parametrize("algorithm", [fg.fedlc(), fg.moon(), fg.feddisco(), fg.fedncm()], ids=lambda a: a.name)
 def test_algorithms_of_classes_are_refused_before_work_starts(algorithm: Any, tmp_path: Path) -> None:
     with raises("E-RUN-LABEL-SETS"):
-        fg.run(algorithm, "cnn:width=4,size=16", _clients(), rounds=1, folder=tmp_path / "run")
+        fg.run(algorithm, CNN, _clients(), rounds=1, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_metrics_of_classes_are_refused() -> None:
     with raises("E-METRICS-UNKNOWN", metric="top5"):
-        fg.run(fg.fedavg(), "cnn:width=4,size=16", _clients(), rounds=1, metrics=["top5"])
+        fg.run(fg.fedavg(), CNN, _clients(), rounds=1, metrics=["top5"])
 
 
 # ---- sources
@@ -448,18 +449,35 @@ def test_thresholds_are_those_of_the_largest_youden_index() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["head", "everything"])
-def test_a_secure_run_trains_as_the_clear_one(kind: str) -> None:
+def test_a_secure_run_trains_as_the_clear_one() -> None:
     """The same images and streams: models differ by fixed-point rounding only."""
-    trainable = {"head": fg.head, "everything": fg.everything}[kind]()
-    clear = fg.fedavg(trainable=trainable)
     losses = []
-    for algorithm in (clear, fg.secure(clear)):
-        result = fg.run(
-            algorithm, "cnn:width=4,size=16", _clients(), rounds=2, metrics=METRICS, **{"rounds.fraction": 1.0}
-        )
+    for algorithm in (fg.fedavg(), fg.secure(fg.fedavg())):
+        result = fg.run(algorithm, CNN, _clients(), rounds=2, metrics=METRICS, rounds_={"fraction": 1.0})
         losses.append(result.summary["metrics"]["log_loss"]["value"])
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
+OF_CLASSES = ("fedlc", "moon", "feddisco", "fedncm", "fedcof", "fedlda")
+"""Algorithms that need one class per image."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(fg.algorithms.ALGORITHMS))
+def test_every_algorithm_trains_on_findings_to_the_same_bytes_or_refuses_them(name: str) -> None:
+    options = {"fedalign": {"probe": 4}}.get(name, {})
+    algorithm = fg.algorithms.ALGORITHMS[name](**options)
+    clients = 1 if name == "central" else 3
+    if name in OF_CLASSES:
+        with raises("E-RUN-LABEL-SETS"):
+            fg.run(algorithm, "tiny", _clients(90, clients), rounds=1)
+        return
+    states = []
+    for _ in range(2):
+        result = fg.run(algorithm, "tiny", _clients(90, clients), rounds=1, workers=1)
+        assert np.isfinite(result.summary["test"]["loss"])
+        states.append(result.network.state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
 def test_findings_of_few_images_are_left_out_of_hidden_sums() -> None:
