@@ -161,7 +161,7 @@ def epsilon(scale: float) -> Outcome:
 
 def _scores(pairs: int, q: float, noise: float, known: bool) -> tuple[list[float], list[float]]:
     """How much each run looks as if the client had been in it: of those with it, and of those without."""
-    dp = DifferentialPrivacy(Mechanism(noise, q, 5), 1.0, bound=True)
+    dp = DifferentialPrivacy(Mechanism(noise, q, 5), 1.0, bound_to_sum=True)
     both: tuple[list[float], list[float]] = ([], [])
     for there in (True, False):
         for pair in range(pairs):

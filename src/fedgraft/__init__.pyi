@@ -1,5 +1,7 @@
 # The public names, for type checkers and for `__init__.py`, which reads where each lives from here.
 from fedgraft import data as data
+from fedgraft.aggregate.buffering import BufferedRounds as BufferedRounds
+from fedgraft.aggregate.buffering import buffered as buffered
 from fedgraft.aggregate.robust import robust_aggregator as robust_aggregator
 from fedgraft.aggregate.server_rules import RoundInfo as RoundInfo
 from fedgraft.aggregate.server_rules import ServerRule as ServerRule
@@ -68,6 +70,7 @@ from fedgraft.core.errors import FedgraftError as FedgraftError
 from fedgraft.core.errors import MissingExtra as MissingExtra
 from fedgraft.core.messages import Request as Request
 from fedgraft.core.messages import Response as Response
+from fedgraft.core.rng import set_seed as set_seed
 from fedgraft.core.space import EditSpace as EditSpace
 from fedgraft.core.state import Federation as Federation
 from fedgraft.core.state import ServerState as ServerState

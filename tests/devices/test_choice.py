@@ -46,11 +46,11 @@ def test_the_device_is_no_part_of_a_run(tmp_path: Path, monkeypatch: pytest.Monk
     """A run that was stopped on one device is continued on another, and the folder of a device that is gone opens."""
     assert tiny(f"device={NAME}").digest == tiny("device=cuda").digest == tiny().digest
     with without_pictures():
-        run(tiny(BODY), tmp_path / "whole", console=False)
+        run(tiny(BODY, "pack=off"), tmp_path / "whole", console=False)
         folder = tmp_path / "moved"
         monkeypatch.setattr("fedgraft.runs.loop._Run._one_round", stops_before(2))
         with pytest.raises(KeyboardInterrupt):
-            run(tiny(BODY, f"device={NAME}"), folder, console=False)
+            run(tiny(BODY, "pack=off", f"device={NAME}"), folder, console=False)
         monkeypatch.undo()
         assert f'device = "{NAME}"' in (folder / "config.toml").read_text()
         run(from_folder(folder), folder, console=False)
@@ -132,7 +132,7 @@ def test_workers_on_two_devices_give_the_bits_of_one(tmp_path: Path, monkeypatch
 def test_a_fork_beside_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDGRAFT_START", "fork")
     with raises("E-ENGINES-FORK-DEVICE"):
-        run(tiny(BODY, f"device={NAME}", "workers=2"), tmp_path / "run", console=False)
+        run(tiny(BODY, f"device={NAME}", "workers=2", "pack=off"), tmp_path / "run", console=False)
 
 
 def test_nodes_compute_where_their_owners_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

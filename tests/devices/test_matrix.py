@@ -28,7 +28,6 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.robust import AGGREGATORS
 from fedgraft.cli.main import app
 from fedgraft.client import observe
-from fedgraft.client import train as client_training
 from fedgraft.config.data import DataTable, ModelTable
 from fedgraft.config.options import CompressionTable, Config
 from fedgraft.config.training import AlgorithmTable, LocalTable
@@ -40,6 +39,7 @@ from fedgraft.core.space import Bound
 from fedgraft.edit import choose, fisher
 from fedgraft.engines import batched
 from fedgraft.local import losses, optimizers
+from fedgraft.local import train as local_training
 from fedgraft.metrics.names import METRIC_NAMES
 from fedgraft.runs import loop
 
@@ -122,6 +122,10 @@ MORE_CONFIGS: dict[str, tuple[str, ...]] = {
     **{f"augmented {word}": (f'data.augment=["{word}"]', BODY) for word in words(DataTable, "augment")},
 }
 """Options of the parts, beside the parts themselves."""
+PACKS: dict[str, tuple[str, ...]] = {}
+for _kind in TRAINABLES:
+    PACKS[_kind] = ("pack=3", *(SPARSE if _kind == "sparse" else (f"trainable.kind={_kind}",)))
+"""Clients packed into one computation; a kind that cannot be packed is carried out one by one."""
 LAW_ROWS = {name: row for name, row in ROWS.items() if name in zoo.ALGORITHMS}
 MORE_ROWS = {name: row for name, row in ROWS.items() if name not in zoo.ALGORITHMS}
 
@@ -156,7 +160,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         monkeypatch.setenv("FEDGRAFT_CACHE", str(caches / f"cache-{device}"))
         monkeypatch.setenv(devices.CHOICE, device)
         folder = tmp_path / device
-        loop.run(tiny("rounds.total=1", *options), folder, console=False)
+        loop.run(tiny("rounds.total=1", "pack=off", *options), folder, console=False)
         return {name: tensor for name, tensor in tensors_of(folder).items() if not name.endswith("/identity")}
 
     with without_pictures():
@@ -168,6 +172,11 @@ def test_every_part_gives_the_bits_of_the_cpu(name: str, apart: Callable[..., di
     assert same_bits(apart("cpu", *CONFIGS[name]), apart(NAME, *CONFIGS[name]))
 
 
+@pytest.mark.parametrize("kind", PACKS)
+def test_packed_clients_give_the_bits_of_the_cpu(kind: str, apart: Callable[..., dict[str, Tensor]]) -> None:
+    assert same_bits(apart("cpu", *PACKS[kind]), apart(NAME, *PACKS[kind]))
+
+
 @pytest.mark.deploy
 @pytest.mark.parametrize("name", MORE_CONFIGS)
 def test_options_of_the_parts_give_the_bits_of_the_cpu(name: str, apart: Callable[..., dict[str, Tensor]]) -> None:
@@ -176,7 +185,7 @@ def test_options_of_the_parts_give_the_bits_of_the_cpu(name: str, apart: Callabl
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
-RUN = ["trainable.kind=last_blocks", "rounds.total=2"]
+RUN = ["trainable.kind=last_blocks", "rounds.total=2", "pack=off"]
 COMMANDS: dict[str, list[str]] = {
     "resume": ["resume", "RUN"],
     "evaluate": ["evaluate", "RUN", "--json"],
@@ -293,7 +302,7 @@ STRAYS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...] | 
         (*SPARSE, "trainable.sparse.strategy=lowest_magnitude"),
     ),
     "sums of squared gradients": (lambda patch: left_behind(patch, fisher, "fetch_all"), SPARSE),
-    "an update that is sent": (lambda patch: left_behind(patch, client_training), "fedavg"),
+    "an update that is sent": (lambda patch: left_behind(patch, local_training), "fedavg"),
     "evidence that is sent": (lambda patch: left_behind(patch, observe), "fedfisher"),
     "forked workers": (forked_workers, (BODY, "workers=2")),
 }

@@ -15,6 +15,7 @@ from fedgraft.core.files import read_metrics
 from fedgraft.core.registry import TRAINABLES
 from fedgraft.local import forward_memory, loss_scale
 from fedgraft.local.forward_memory import images_at_once
+from fedgraft.metrics.evaluate import evaluate
 from fedgraft.models import network as networks
 from fedgraft.models.backbones import load_network
 from fedgraft.runs.loop import _Run, run
@@ -89,3 +90,23 @@ def test_batches_without_gradients_are_bounded_by_memory(monkeypatch: pytest.Mon
     monkeypatch.setattr(forward_memory, "HOST_BYTES", 1)
     assert images_at_once(network, 0, 512) == 1
     assert Device.of(network).is_host and load_network(CNN.partition("=")[2], 10).activation_bytes > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", NAME])
+def test_passes_without_gradients_in_half_precision_are_near_float32_and_stored_as_it(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features, head and validation: another rounding, other names in the cache, and nothing but float32 is kept."""
+    monkeypatch.setenv(CHOICE, device)
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    losses, features = {}, {}
+    for amp in ("none", "float16"):
+        job = Open(tiny(BODY, "trainable.blocks=1", f"model.amp={amp}"))
+        rows = job.data.train_rows[:8]
+        features[amp] = job.context.examples.batch(rows)
+        assert features[amp].dtype == torch.float32
+        losses[amp] = evaluate(job.network, job.context.examples, rows).loss
+        assert {parameter.dtype for parameter in job.network.parameters()} == {torch.float32}
+    gap = (features["float16"] - features["none"]).norm() / features["none"].norm()
+    assert 1e-6 < float(gap) < 1e-2  # it was computed in half precision, and is near
+    assert losses["float16"] == pytest.approx(losses["none"], rel=0.05) and losses["float16"] != losses["none"]

@@ -12,6 +12,7 @@ import pytest
 from tests.support.errors import raises
 
 from fedgraft import algorithms as zoo
+from fedgraft.aggregate.buffering import buffered
 from fedgraft.aggregate.clusters import Clusters
 from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
@@ -157,6 +158,14 @@ CASES: list[Case] = [
     (lambda: under_privacy(vary(zoo.fedavg()), numbered()), "weighting", Capability.CLIENT_NUMBERS),
     (lambda: under_privacy(zoo.ifca()), "aggregate", Capability.EACH_UPDATE),
     (lambda: under_privacy(vary(zoo.fedavg()), telling()), "weighting", Capability.CLIENT_TENSORS),
+    (lambda: buffered(zoo.scaffold(), 2), "correction", Capability.SAME_START),
+    (lambda: buffered(zoo.fednova(), 2), "update", Capability.SAME_START),
+    (lambda: buffered(zoo.fedalign(align="server"), 2), "weighting", Capability.SAME_START),
+    (lambda: under_privacy(buffered(zoo.fedavg(), 2)), "privacy", Capability.SAME_START),
+    (lambda: buffered(zoo.ifca(), 2), "rounds", Capability.COMMON_MODEL),
+    (lambda: buffered(zoo.local_only(), 2), "rounds", Capability.COMMON_MODEL),
+    (lambda: buffered(vary(zoo.fedavg(), trainable=PARTLY), 2), "rounds", Capability.FIXED_COORDINATES),
+    (lambda: buffered(vary(zoo.fedavg(), trainable=EACH), 2), "rounds", Capability.AVERAGED_UPDATES),
 ]
 CASE_IDS = [f"{index} {slot} {capability.name}" for index, (_, slot, capability) in enumerate(CASES)]
 

@@ -7,6 +7,7 @@ each law is shown to notice the bug it is there for.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,9 +41,13 @@ from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
 from fedgraft.edit.trainable import RoundRobinMasks
 from fedgraft.engines import batched as batched_module
+from fedgraft.engines import packed as packed_module
+from fedgraft.engines import together
 from fedgraft.engines.batched import Batched
 from fedgraft.engines.in_process import InProcess
+from fedgraft.engines.packed import Packed as PackedEngine
 from fedgraft.engines.stack import Stack
+from fedgraft.local.corrections import none as no_correction
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import constant_rate
 from fedgraft.local.train import LocalTraining, batches, train
@@ -411,6 +416,8 @@ ONE_BY_ONE = {  # what the batched engine leaves to the client's own code, and w
     "the optimizer": {"fedprox/adamw"},
     "clip=": {"fedavg/nesterov+clip"},
     "head_lr=": {"fedavg/head rate"},
+    "the weighting": {"feddisco"},
+    "^local training needs": {"la_lora"},  # factors in turn
 }
 
 
@@ -453,6 +460,65 @@ def test_who_is_batched() -> None:
     together = {name for name, reason in reasons.items() if reason is None}
     assert together == set(HEADS) - set().union(*ONE_BY_ONE.values())
     assert {"fedavg", "fedsgd", "fednova", "fedadam", "fedawa", "fedties", "feddare", "local_only"} <= together
+
+
+# ---- clients packed into one computation ----------------------------------------------------------------------------
+
+PACKABLE = {name: row for name, row in ROWS.items() if row.network is ToyNetwork and row.engine is InProcess}
+NOT_PACKED = {  # what the packed engine leaves to the client's own code, and why
+    "the state that clients keep": {"fedala", "ditto", "central", "fedbn", "fedper", "fedrep", "fedsa_lora"},
+    "the aggregation (mixture|fisher|clusters)": {
+        "ifca",
+        "fedfisher",
+        "fedavg_crsm",
+        "fedavg_crsm/learned",
+        "fedshibu",
+        "fedshibu/learned",
+        "fedshibu/absent=mean",
+        *(f"fedshibu/{kind}" for kind in SIMILARITIES if kind != "constant"),
+    },
+    "the correction": {"scaffold", "feddyn", "scaffold/plain sgd+int8"},
+    "the loss": {"fedlc", "fedova", "moon"},
+    "the weighting": {"fedalign", "fedalign/random", "fedalign/by layer", "fedalign/by layer, at rest", "feddisco"},
+    "the codec": {"flasc", "fedavg/half", "fedavg/int8", "fedavg/top_k:0.2"},
+    "no packed form": {"fedsb"},
+}
+
+
+def with_packs(row: Row) -> Table:
+    """The row's federation with two clients in each computation."""
+    toy = Table(row)
+    toy.engine = PackedEngine(toy.algorithm, toy.context, 2)  # type: ignore[assignment]
+    return toy
+
+
+def packed_is_reference(row: Row) -> None:
+    """Three rounds under either engine: the same state and memories within 1e-5, and a model that moved."""
+    one, two = Table(row), with_packs(row)
+    start = one.state.vector
+    for toy in (one, two):
+        toy.run(3)
+        assert not toy.summary.rejections
+    reference, found = whole(one), whole(two)
+    assert reference.keys() == found.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, reference[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")  # type: ignore[misc]
+    assert any(not torch.equal(v, start) for v in (two.state.vector, *two.state.personal.values())), "nothing trained"
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_packed_is_reference(name: str) -> None:
+    packed_is_reference(PACKABLE[name])
+
+
+def test_who_is_packed() -> None:
+    """Every algorithm is whose clients are steps on one model; one that falls out, or slips in, is noticed."""
+    reasons = {name: with_packs(row).engine.reason for name, row in PACKABLE.items()}  # type: ignore[attr-defined]
+    for why, names in NOT_PACKED.items():
+        assert {name for name, reason in reasons.items() if reason and re.search(why, reason)} == names & set(PACKABLE)
+    assert {name for name, reason in reasons.items() if reason is None} == set(PACKABLE) - set().union(
+        *NOT_PACKED.values()
+    )
 
 
 def test_every_algorithm_is_a_row() -> None:
@@ -869,8 +935,8 @@ def test_batched_notices_an_engine_that_steps_nowhere(monkeypatch: pytest.Monkey
 
 def test_batched_notices_a_slot_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links of the update that the engine does not run: FedNova's clients do not normalise."""
-    real = batched_module.run_chain
-    monkeypatch.setattr(batched_module, "run_chain", lambda links, *rest: real((), *rest))
+    real = together.run_chain
+    monkeypatch.setattr(together, "run_chain", lambda links, *rest: real((), *rest))
     with pytest.raises((AssertionError, FedgraftError)):
         batched_is_reference(HEADS["fednova"])
 
@@ -885,6 +951,50 @@ def test_batched_notices_clients_who_were_to_choose_first(monkeypatch: pytest.Mo
         batched_is_reference(HEADS["ifca"])
     with pytest.raises(AssertionError, match="the aggregation clusters"):
         test_who_is_batched()
+
+
+def test_packed_notices_clients_that_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that lie image by image instead of client by client: every layer has the wrong weights."""
+    real = PackedEngine._inputs
+
+    def mixed(*given: Any) -> Tensor:
+        inputs = real(*given)
+        return inputs.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+
+    monkeypatch.setattr(PackedEngine, "_inputs", mixed)
+    with pytest.raises(AssertionError, match="vector"):
+        packed_is_reference(PACKABLE["fedavg"])
+
+
+def test_packed_notices_padding_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = packed_module._losses
+    unweighted = lambda logits, labels, weights, smoothing: real(logits, labels, None, smoothing)  # noqa: E731
+    monkeypatch.setattr(packed_module, "_losses", unweighted)
+    with pytest.raises(AssertionError):
+        packed_is_reference(PACKABLE["fednova/epochs"])
+
+
+LEFT_OUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "the correction": ("fedprox", {"correction": no_correction()}),
+    "the norm's limit": ("fedavg/nesterov+clip", {"clip": None}),
+    "the rate of the head": ("fedavg/head rate", {"head_lr": None}),
+    "links of the update": ("fednova", {"update": ()}),
+    "weight decay": ("fedavg", {"optimizer": sgdm(0.9)}),
+}
+
+
+@pytest.mark.parametrize("slot", LEFT_OUT)
+def test_packed_notices_a_slot_that_is_left_out(slot: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, without = LEFT_OUT[slot]
+
+    class Forgetful(PackedEngine):
+        def _train_chunk(self, tasks: Any) -> Any:
+            self.algorithm = vary(self.algorithm, **without)
+            return super()._train_chunk([replace(task, rule=self.algorithm.local) for task in tasks])
+
+    monkeypatch.setattr(sys.modules[__name__], "PackedEngine", Forgetful)
+    with pytest.raises((AssertionError, FedgraftError)):
+        packed_is_reference(PACKABLE[name])
 
 
 def test_same_seed_notices_the_global_generator() -> None:

@@ -105,6 +105,8 @@ class Arrangement:
     schedule: Callable[[int, int, Any], float] = field(default_factory=lambda: constant_rate(RATE))
     rates: tuple[float, ...] = (RATE,) * ROUNDS
     """What the loop uses for it."""
+    durations: tuple[float, ...] = ()
+    """Time of a local training by client, for buffered rounds."""
     density: float | None = None
     """The share of the coordinates in a random mask."""
     fixed_statistics: bool = False
@@ -182,6 +184,7 @@ class Federated:
             arrangement.schedule,
             sampling=arrangement.sampling,  # type: ignore[arg-type]
             largest=40,
+            durations=arrangement.durations,
         )
         sizes = {client: len(rows) for client, rows in enumerate(self.rows)}
         layers = layer_ranges(self.network, self.space, algorithm.weighting.options.get("layers", ()))

@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.references.loops import (
     averaging,
+    buffered,
     closed_form,
     low_rank,
     merging,
@@ -519,6 +520,37 @@ def privacy_rows() -> list[Row]:
     ]
 
 
+def buffered_rows() -> list[Row]:
+    """Buffered rounds: three clients of different speed, two answers a step."""
+    durations = (1.0, 1.5, 2.6)
+    arrangement = Arrangement(clients=3, durations=durations)
+    usual = Row(
+        "fedavg",
+        buffered.fedbuff,
+        label="buffered rounds",
+        arrangement=arrangement,
+        protect=lambda algorithm: fg.buffered(algorithm, 2),
+        plain={"size": 2, "exponent": 0.5, "durations": durations},
+        wrong={"exponent": 0.0},
+    )
+    return [
+        usual,
+        replace(
+            usual,
+            label="buffered rounds, staleness 0",
+            protect=lambda algorithm: fg.buffered(algorithm, 2, exponent=0.0),
+            plain={"size": 2, "exponent": 0.0, "durations": durations},
+            wrong={"exponent": 0.5},
+        ),
+        replace(
+            usual,
+            label="buffered rounds, secure aggregation",
+            protect=lambda algorithm: fg.secure(fg.buffered(algorithm, 2), limit=8.0),
+            view=common_alone,
+        ),
+    ]
+
+
 def low_rank_rows() -> list[Row]:
     """Low-rank factors and how they are combined."""
     scaling = {"scaling": 2.0}
@@ -694,6 +726,7 @@ FAMILIES = (
     merging_rows,
     robust_rows,
     privacy_rows,
+    buffered_rows,
     low_rank_rows,
     sparse_rows,
     whole_run_rows,

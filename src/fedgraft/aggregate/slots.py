@@ -103,6 +103,8 @@ class Weighting:
         required = self.needs | required_by(self.wants)
         if self.own is None:
             required |= {Capability.EACH_UPDATE}
+        if self.server_scored:  # the server scores the present model moved by the update
+            required |= {Capability.SAME_START}
         return required
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedgraft.aggregate.buffering import SYNCHRONOUS, Rounds
 from fedgraft.aggregate.clusters import Clusters
 from fedgraft.aggregate.codecs import VALUES, Codec
 from fedgraft.aggregate.server_rules import ServerRule, plain_rule
@@ -116,6 +117,8 @@ class Algorithm:
     server: ServerRule = field(default_factory=plain_rule)
     client_state: ClientState = field(default_factory=ClientState)
     privacy: Privacy = CLEAR
+    rounds: Rounds = SYNCHRONOUS
+    """When the server steps."""
     fixed_head: bool = False
     """The head keeps its initial weights, as in FedBABU: a trainable that trains it contradicts the algorithm."""
     download: float | None = None
@@ -257,6 +260,7 @@ def parts_of(algorithm: Algorithm) -> list[NamedPart]:
         _named("server", f"the server rule {algorithm.server.name}", algorithm.server),
         _named("client_state", "the state that clients keep", algorithm.client_state),
         _named("privacy", algorithm.privacy.name, algorithm.privacy),
+        _named("rounds", algorithm.rounds.name, algorithm.rounds),
     ]
     for link in algorithm.update:
         parts.append(_named("update", f"the update link {link.name}", link))

@@ -6,6 +6,7 @@ import typer
 
 from fedgraft.cli import deploy_ask as queries
 from fedgraft.cli import deploy_coordinator as coordinator
+from fedgraft.cli import deploy_launch as launch
 from fedgraft.cli import deploy_node as node
 from fedgraft.cli import deploy_trust as trust
 
@@ -14,8 +15,8 @@ app = typer.Typer(
     help=(
         "Run on other people's machines, over TLS, with Flower. The coordinator uses init, register, server, "
         "preflight, submit, status, evaluate, stop, revoke, renew; a data owner uses key, policy, trust, node, audit, "
-        "ledger, clean. "
-        "`local` does all of it on this machine; `app` writes an app for somebody else's Flower federation. "
+        "ledger, clean. `slurm`, `compose`, `k8s` write files that start a node. `local` does all of it on this "
+        "machine; `app` writes an app for somebody else's Flower federation. "
         "See docs/deploy.md."
     ),
 )
@@ -32,6 +33,9 @@ for _command in (
     coordinator.stop,
     node.local,
     coordinator.app,
+    launch.slurm,
+    launch.compose,
+    launch.k8s,
     trust.policy,
     trust.fingerprint,
     trust.trust,

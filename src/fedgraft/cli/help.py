@@ -63,6 +63,12 @@ EXAMPLES: Mapping[str, str] = {
     "deploy register": "fedgraft deploy register federation north north.pub",
     "deploy server": "fedgraft deploy server federation --port 9092",
     "deploy node": "fedgraft deploy node --superlink 10.0.0.5:9092 --ca ca.crt --key north.key --id 0 --data xrays",
+    "deploy slurm": "fedgraft deploy slurm node.sbatch --superlink 10.0.0.5:9092 --name north --id 0 --ca ca.crt "
+    "--key north.key --data xrays",
+    "deploy compose": "fedgraft deploy compose compose.yaml --superlink 10.0.0.5:9092 --name north --id 0 "
+    "--image fedgraft-node --state north --data xrays",
+    "deploy k8s": "fedgraft deploy k8s node.yaml --superlink 10.0.0.5:9092 --name north --id 0 --image fedgraft-node "
+    "--claim xrays",
     "deploy preflight": "fedgraft deploy preflight federation",
     "deploy evaluate": "fedgraft deploy evaluate federation runs/mine-1a2b3c4d",
     "deploy submit": "fedgraft deploy submit federation",

@@ -13,6 +13,9 @@ from fedgraft.core.errors import FedgraftError
 def verify(
     run: Annotated[Path, typer.Argument(help="the run folder")],
     key: Annotated[str | None, typer.Option(help="fingerprint of the key that must have signed")] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="also run it again from its config and compare every round")
+    ] = False,
 ) -> None:
     """Check that the rounds, metrics and checkpoints of a run match its signed log."""
     from fedgraft.runs.round_log import verify_log
@@ -21,4 +24,14 @@ def verify(
     if mismatches:
         listed = "; ".join(mismatch.rstrip(".") for mismatch in mismatches[:10])
         raise FedgraftError("E-CLI-LOG-MISMATCH", f"{run} does not match its log: {listed}", run=str(run))
+    if replay:
+        from fedgraft.runs.replay import replay_differences
+
+        differences = replay_differences(run)
+        if differences:
+            listed = "; ".join(differences[:10])
+            raise FedgraftError(
+                "E-CLI-REPLAY-MISMATCH", f"{run} cannot be repeated bit for bit: {listed}", run=str(run)
+            )
+        typer.echo(f"{run} was repeated from its config: every round ends with the same bits.")
     typer.echo(f"{run} matches its log: {description}.")

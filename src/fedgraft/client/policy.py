@@ -38,6 +38,8 @@ SANE: Mapping[str, tuple[float, float]] = MappingProxyType(
     }
 )
 """Ranges of a request's numbers that hold without any policy."""
+TRAINING = ("train", "train_ahead")
+"""Actions that count as rounds: training, and training ahead of a secure sum (buffered rounds)."""
 
 _EVALUATION_SUMS = ("counts", "scores")
 
@@ -122,7 +124,7 @@ class Policy:
         if not -1 <= number < 2**31:
             raise Refused(f"there is no round {number}", "rounds", round=number)
         name = requested_name(request)
-        if name == "train":
+        if name in TRAINING:
             if self.rounds is not None and number >= self.rounds:
                 raise Refused(f"round {number + 1} is asked for, and {self.rounds} are allowed", "rounds", round=number)
         elif name in _EVALUATION_SUMS:
@@ -219,7 +221,7 @@ def count_request(policy: Policy, request: Request, ledger: bytes, day: Callable
     """
     if is_secure_stage(request) and request.action != "secure.keys":
         return ledger  # the sum was counted when it began
-    if requested_name(request) == "train":
+    if requested_name(request) in TRAINING:
         kind = "rounds"
         most = policy.rounds_per_day
     else:

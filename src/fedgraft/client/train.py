@@ -92,9 +92,9 @@ def _train_shared_part(
         new_memory |= _learn_adaptive_start(request, adaptive_start, context, bound, memory)
         bound.load(adaptive_start.blend(start, new_memory))
     trained = _fit(request, algorithm, context, bound, memory, "train")
-    update = (fetch(bound.values) - start)[: context.sent]  # without the buffers, where updates do not carry them
+    update = (trained.values - start)[: context.sent]  # without the buffers, where updates do not carry them
     if adaptive_start is not None:
-        new_memory["previous_model"] = fetch(bound.values.clone())
+        new_memory["previous_model"] = trained.values.clone()
     return update, trained
 
 
@@ -202,9 +202,9 @@ def _train_active_coordinates(
     context.forget_binding()
     context.space.scatter(model_vector(request), context.network)
     bound = context.bind(context.space.restrict(active))
-    start = bound.values.clone()
+    start = model_vector(request)[: context.space.trained][active]
     trained = _fit(request, algorithm, context, bound, memory, "train")
-    return fetch(bound.values - start), trained
+    return trained.values - start, trained
 
 
 def _train_with_private_part(
@@ -223,12 +223,12 @@ def _train_with_private_part(
     if algorithm.client_state.alternate:
         bound = context.bind(context.private)
         bound.load(private_values)
-        _fit(request, algorithm, context, bound, _loss_scale_of(new_memory), "private")
-        new_memory["private"] = fetch(bound.values.clone())
+        own = _fit(request, algorithm, context, bound, _loss_scale_of(new_memory), "private")
+        new_memory["private"] = own.values.clone()
         bound = context.bind(context.space)
         bound.load(model_vector(request))
         trained = _fit(request, algorithm, context, bound, new_memory, "train")
-        return fetch(bound.values), trained
+        return trained.values, trained
     parts = (*context.space.parts, *context.private.parts)
     buffers = (*context.space.buffers, *context.private.buffers)
     joint_space = EditSpace(parts, buffers)
@@ -247,8 +247,8 @@ def _train_second_model(request: Request, algorithm: Algorithm, context: ClientC
     bound.load(memory.get("personal", common))
     pull = algorithm.client_state.second_model or 0.0
     local = replace(algorithm.local, correction=proximal_to(common[: bound.trained], pull))
-    _fit(request, replace(algorithm, local=local), context, bound, _loss_scale_of(memory), "personal")
-    return fetch(bound.values.clone())
+    trained = _fit(request, replace(algorithm, local=local), context, bound, _loss_scale_of(memory), "personal")
+    return trained.values.clone()
 
 
 def _loss_scale_of(memory: ClientMemory) -> ClientMemory:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.policy import Policy, from_table
-from fedgraft.config.build import budget, per_round
+from fedgraft.config.build import budget, per_round, sum_cohort
 from fedgraft.config.options import Config
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError, Refused
@@ -23,6 +23,7 @@ HEAD_ACTIONS = {
     "cof": ("class_sums",),
     "lda": ("statistics",),
     "random": (),
+    "stored": (),
 }
 """The client actions that each way to start the head requests."""
 LEAST_IMAGES = 10
@@ -47,7 +48,14 @@ def clear_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
         actions.append("evaluate")
     if "own_mask" in algorithm.trainable.asks:
         actions.append("own_mask")
+    if _sums_held_updates(config, algorithm):
+        actions.append("train_ahead")  # its answer says that the client is done, and nothing else
     return tuple(actions)
+
+
+def _sums_held_updates(config: Config, algorithm: Algorithm) -> bool:
+    """Return whether clients train first and are summed when enough of them are done (buffered secure rounds)."""
+    return config.rounds.kind == "buffered" and algorithm.privacy.collects_sum
 
 
 def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
@@ -56,9 +64,11 @@ def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     measures = holds_out and (config.rounds.evaluate_every > 0 or config.rounds.test)
     has_metrics = bool(config.metrics) or config.select != "accuracy"
     head = algorithm.closed_form or config.head
-    scores_head = holds_out and head != "random"
+    scores_head = holds_out and HEAD_ACTIONS[head] != ()
     actions = []
-    if config.rounds.total > 0:
+    if config.rounds.total > 0 and _sums_held_updates(config, algorithm):
+        actions += ["train_ahead", "held_update"]
+    elif config.rounds.total > 0:
         actions.append("train")
     if Capability.CLASS_COUNTS in algorithm.requires:
         actions.append("class_counts")
@@ -169,6 +179,8 @@ def _number_of_sums(config: Config, algorithm: Algorithm, wanted: Sequence[str])
     sums += sum(algorithm.trainable.asks.values())
     if "scores" in wanted or "counts" in wanted or "head_counts" in wanted:
         sums = max(sums, 2 * config.rounds.total + 2)
+    if "held_update" in wanted:
+        sums = max(sums, config.rounds.total)
     return sums
 
 
@@ -191,7 +203,7 @@ def _smallest_cohort(config: Config, algorithm: Algorithm) -> int:
     if not has_fixed_size or not algorithm.privacy.collects_sum:
         return 2
     head_clients = round(config.model.head_clients * config.partition.clients)
-    smallest = min(per_round(config), head_clients)
+    smallest = min(sum_cohort(config), head_clients)
     return max(2, (2 * smallest + 2) // 3)
 
 
@@ -316,7 +328,7 @@ def _refused_actions(policy: Policy, config: Config, algorithm: Algorithm) -> li
 
 def _broken_plan(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
     """Return "rule: reason" for broken rules about secure sums, checked on the plan of a full cohort."""
-    cohort = max(2, per_round(config))
+    cohort = max(2, sum_cohort(config))
     options = algorithm.privacy.sum_options
     segments = (Segment("one", 1, 1.0),)
     plan = Plan("", 0, tuple(range(cohort)), segments, options.degree_among(cohort), options.threshold)

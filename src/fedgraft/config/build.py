@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+from fedgraft.aggregate.buffering import buffered
 from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import by_examples, uniform
@@ -14,14 +15,14 @@ from fedgraft.config.load import Config
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
-from fedgraft.core.registry import ALGORITHMS, LOSSES, TRAINABLES
-from fedgraft.core.state import Federation
+from fedgraft.core.registry import ALGORITHMS, LOSSES, SCHEDULES, TRAINABLES
+from fedgraft.core.state import Federation, Schedule
 from fedgraft.data.sources.assemble import Dataset
 from fedgraft.data.sources.features import FeatureStore
 from fedgraft.edit import dense, low_rank, sparse  # noqa: F401 - each writes its kinds into TRAINABLES
 from fedgraft.edit.trainable import Trainable
 from fedgraft.local.optimizers import Optimizer, adamw, sgdm
-from fedgraft.local.schedules import SCHEDULES, Schedule, warmed
+from fedgraft.local.schedules import warmed
 from fedgraft.local.train import LocalTraining
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
@@ -35,8 +36,14 @@ from fedgraft.privacy.protection import DifferentialPrivacy, private, secure
 def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
     """Return the pretrained backbone with a head for the classes of this data; reads weights from disk or the Hub."""
     source = source_for_data(config.model.name, dataset)
-    classes = len(dataset.classes)
-    return load_network(source, classes, config.data.image_size, config.model.dropout, config.seed)
+    image_size = config.data.image_size
+    if config.model.head == "stored":
+        network = load_network(source, None, image_size, config.model.dropout, config.seed)
+        network = network.with_own_head(dataset.classes)
+    else:
+        network = load_network(source, len(dataset.classes), image_size, config.model.dropout, config.seed)
+    network.amp = config.model.amp
+    return network
 
 
 def source_for_data(source: Any, dataset: Dataset) -> Any:
@@ -68,7 +75,7 @@ def source_for_data(source: Any, dataset: Dataset) -> Any:
 
 def build_schedule(config: Config, lr: float) -> Schedule:
     """Return the learning rate over rounds, as the config's kind of schedule from the rate `lr`, with its warm-up."""
-    schedule = SCHEDULES[config.schedule.kind](lr, **config.schedule.options)
+    schedule: Schedule = SCHEDULES.build(config.schedule.kind, config.schedule.options, lr=lr)
     if not config.schedule.warmup:
         return schedule
     return warmed(schedule, config.schedule.warmup)
@@ -86,6 +93,15 @@ def build_federation(config: Config, lr: float, **fields: Any) -> Federation:
     config alone.
     """
     rounds = config.rounds
+    speed = config.partition.speed
+    if speed and len(speed) != config.partition.clients:
+        raise FedgraftError(
+            "E-CONFIG-SPEED",
+            f"partition.speed has {len(speed)} numbers, and there are {config.partition.clients} clients",
+            "give one number for each client",
+            numbers=len(speed),
+            clients=config.partition.clients,
+        )
     from_config: dict[str, Any] = {
         "run": config.digest,
         "seed": config.seed,
@@ -98,6 +114,7 @@ def build_federation(config: Config, lr: float, **fields: Any) -> Federation:
         "norm_bound": rounds.norm_bound,
         "norm_factor": rounds.norm_factor,
         "keeps_contributions": rounds.keep_contributions,
+        "durations": speed,
     }
     return Federation(**{**from_config, **fields})
 
@@ -130,7 +147,9 @@ def build_algorithm(config: Config) -> Algorithm:
         algorithm = vary(algorithm, compression=codec(f"top_k:{config.compression.fraction!r}"))
     elif config.compression.codec != "values":
         algorithm = vary(algorithm, compression=codec(config.compression.codec))
-    return _with_privacy(config, _with_robust_rule(config, algorithm))
+    algorithm = _with_buffer(config, _with_privacy(config, _with_robust_rule(config, algorithm)))
+    check_enough(config, algorithm)
+    return algorithm
 
 
 def build_local(config: Config) -> LocalTraining:
@@ -240,6 +259,72 @@ def _with_robust_rule(config: Config, algorithm: Algorithm) -> Algorithm:
     return vary(algorithm, aggregate=rule)
 
 
+def _with_buffer(config: Config, algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm with the config's buffered rounds; unchanged for synchronous ones."""
+    rounds = config.rounds
+    if rounds.kind == "synchronous":
+        _refuse_idle_buffer(config)
+        return algorithm
+    cohort = per_round(config)
+    if rounds.buffer is None or rounds.buffer > cohort:
+        raise FedgraftError(
+            "E-CONFIG-BUFFER",
+            f"rounds.kind='buffered' needs the number of answers of a step, at most the {cohort} clients of a round, "
+            f"and rounds.buffer is {rounds.buffer}",
+            f"set rounds.buffer to a number from 1 to {cohort}",
+            buffer=rounds.buffer,
+            cohort=cohort,
+        )
+    if rounds.buffer < 2 and algorithm.privacy.collects_sum:
+        raise FedgraftError(
+            "E-CONFIG-BUFFER-SUM",
+            "a secure sum needs two clients, and rounds.buffer is 1",
+            "set rounds.buffer to at least 2",
+        )
+    return buffered(algorithm, rounds.buffer, rounds.staleness)
+
+
+def _refuse_idle_buffer(config: Config) -> None:
+    """Raise if the config sets options of a buffer, and rounds are synchronous."""
+    for option in ("buffer", "staleness"):
+        default = type(config.rounds).model_fields[option].default
+        if getattr(config.rounds, option) != default:
+            raise FedgraftError(
+                "E-CONFIG-IDLE-OPTION",
+                f"rounds.{option} is of buffered rounds, and these are synchronous",
+                "set rounds.kind='buffered'",
+                option=f"rounds.{option}",
+            )
+
+
+def check_enough(config: Config, algorithm: Algorithm) -> None:
+    """Raise if rounds may end with fewer answers than a secure sum can be opened with: every sum would be aborted."""
+    enough = config.rounds.enough
+    if enough is None or not algorithm.privacy.collects_sum:
+        return
+    cohort = sum_cohort(config)
+    needed = 2 * cohort // 3 + 1  # clients require so many, whatever the threshold of their shares
+    options = algorithm.privacy.sum_options
+    if options.threshold is not None and options.degree_among(cohort) is None:
+        needed = max(options.threshold, (2 * cohort + 2) // 3)
+    if enough < needed:
+        raise FedgraftError(
+            "E-CONFIG-ENOUGH",
+            f"rounds.enough={enough} ends a round before its secure sum over {cohort} clients can be opened, for which "
+            f"{needed} must stay",
+            f"set rounds.enough to at least {needed}",
+            enough=enough,
+            needed=needed,
+        )
+
+
+def sum_cohort(config: Config) -> int:
+    """Return how many clients a secure sum of a round begins with: the round's, or a buffer's."""
+    if config.rounds.kind == "buffered" and config.rounds.buffer is not None:
+        return config.rounds.buffer
+    return per_round(config)
+
+
 # ---- privacy ------------------------------------------------------------------------------------------------------
 
 
@@ -296,7 +381,7 @@ def check_private(config: Config, algorithm: Algorithm) -> None:
     if Capability.CLIENT_WEIGHTS in algorithm.weighting.requires:
         weighting = algorithm.weighting.name
     check_combination(weighting, config.rounds.sampling, private_delta(config), config.partition.clients)
-    if config.head != "random":
+    if config.makes_head:
         raise _not_covered(
             "model.head",
             f"model.head={config.head!r} is computed from sums of the clients' data",

@@ -28,6 +28,9 @@ class DataTable(Section):
     resize: Literal["model", "crop", "squash"] = Field(
         "model", description="how images get the network's size; default: as the network was trained, else crop"
     )
+    interpolation: Literal["model", "nearest", "bilinear", "bicubic", "lanczos"] = Field(
+        "model", description="filter of the resizing; default: as the network was trained, else bicubic"
+    )
     grey_window: tuple[float, float] | None = Field(
         None, description="grey values of deep images (16 bits and more) shown black and white; default: 0 and 255"
     )
@@ -97,6 +100,11 @@ class PartitionTable(Section):
     joins: dict[str, Annotated[int, Field(ge=1)]] = Field(
         {}, description="clients, by name or number, that join later: the first round of each"
     )
+    speed: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (),
+        description="time that each client needs for a local training, for the virtual clock of a simulation: "
+        "[1, 1, 1, 10] makes the last of four ten times slower (default: 1 for everyone)",
+    )
     leaves: dict[str, Annotated[int, Field(ge=1)]] = Field(
         {}, description="clients, by name or number, that leave for good: the last round of each"
     )
@@ -113,13 +121,21 @@ class ModelTable(Section):
     """The pretrained network and its head."""
 
     name: str = Field(
-        "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
+        "nano",
+        description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, the folder of a "
+        "finished run, or a Hub name",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
-    head: Literal["ridge", "probe", "ncm", "cof", "lda", "random"] | None = Field(
+    amp: Literal["float16", "bfloat16"] | None = Field(
         None,
-        description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, linear discriminant, at "
-        "random; default: ridge, under differential privacy random",
+        description="mixed precision of passes without gradients: evaluation, features, predictions; what is stored "
+        "stays float32; training: local.amp",
+    )
+    head: Literal["ridge", "probe", "ncm", "cof", "lda", "stored", "random"] | None = Field(
+        None,
+        description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, linear discriminant, as "
+        "stored with the network (a run's folder, an exported one), at random; default: ridge, under differential "
+        "privacy random",
     )
     ridge: float | None = Field(
         None,

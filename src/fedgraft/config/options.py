@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -29,6 +29,12 @@ class RoundsTable(Section):
     patience: int = Field(0, ge=0, description="stop after so many evaluations without a better accuracy (0: never)")
     min_delta: float = Field(1e-3, ge=0, description="smallest improvement of the accuracy that counts")
     checkpoint_every: int = Field(5, ge=1)
+    keep_best: int = Field(
+        3,
+        ge=1,
+        description="checkpoints kept of the best evaluated rounds, beside the last five",
+        json_schema_extra=NOT_IN_IDENTITY,
+    )
     minimum_answers: int | None = Field(
         None, ge=1, description="fewer accepted responses: the round is skipped (default: 1; in a deployment 2)"
     )
@@ -42,6 +48,19 @@ class RoundsTable(Section):
         ge=1,
         description="in a deployment: a round ends when so many clients have answered; until the deadline it waits for "
         "nodes that are gone, too (default: it waits for all that are connected)",
+    )
+    kind: Literal["synchronous", "buffered"] = Field(
+        "synchronous",
+        description="buffered: the server steps whenever `buffer` answers are there, and slow clients answer later "
+        "(FedBuff; docs/buffered)",
+    )
+    buffer: int | None = Field(
+        None, ge=1, description="kind=buffered: answers of a step, at most the clients of a round (required)"
+    )
+    staleness: float = Field(
+        0.5,
+        ge=0,
+        description="kind=buffered: an update that began s steps ago counts (1 + s)^-staleness; 0: in full",
     )
     norm_bound: float | None = Field(None, gt=0, description="refuse updates of a larger norm")
     norm_factor: float = Field(
@@ -152,6 +171,11 @@ class Config(Section):
         description="batched: all clients of a linear head in one product, equal within 1e-6; auto: where it can be; "
         "flower-sim: Flower's simulation on Ray, same bytes as reference",
     )
+    pack: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
+        "auto",
+        description="auto, off, or how many clients train a small edit (LoRA, sparse, head, last blocks) as one "
+        "computation, equal within 1e-5; auto: on an accelerator as many as its memory holds, on a CPU none",
+    )
     workers: int = Field(
         0,
         ge=0,
@@ -220,6 +244,11 @@ class Config(Section):
         if self.privacy.dp is not None:
             return "random"
         return "ridge"
+
+    @property
+    def makes_head(self) -> bool:
+        """Whether a head is computed from sums of the clients' data before the first round."""
+        return self.head not in ("random", "stored")
 
     @property
     def table(self) -> dict[str, Any]:

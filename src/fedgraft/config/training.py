@@ -100,7 +100,7 @@ class ScheduleTable(ChoiceSection):
     table: ClassVar[str] = "schedule"
     chosen_by: ClassVar[str] = "kind"
     ignores_others: ClassVar[bool] = True
-    kind: Literal["none", "cosine", "linear", "lambda", "inverse", "step", "plateau"] = "none"
+    kind: str = Field("none", description="none, cosine, linear, lambda, inverse, step, plateau, or a registered name")
     warmup: int = Field(0, ge=0, description="rounds of linear rise, once per run")
 
     @classmethod

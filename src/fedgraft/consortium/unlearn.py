@@ -240,7 +240,7 @@ def _start(setup: RunSetup, folder: Path, first: First | None, joined: bool) -> 
     """
     algorithm = setup.algorithm
     head = setup.config.head
-    if head != "random" and not joined:
+    if setup.config.makes_head and not joined:
         return 0, f"the {head} head was computed from sums with this client"
     if algorithm.trainable.scores_data and not joined:
         return 0, "the mask was chosen by scores with this client"

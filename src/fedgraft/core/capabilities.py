@@ -48,7 +48,9 @@ class Capability(Enum):
     STATELESS_STEP = ("server", "a server step without memory of earlier rounds")
     KNOWN_DISPLACEMENT = ("local", "an optimizer whose displacement per gradient is known")
     ONE_RATE = ("local", "one learning rate for all coordinates")
+    SAME_START = ("rounds", "updates that all began with the present model")
     SEPARATE_CLIENTS = ("engine", "clients that are trained one by one")
+    GRADIENT_VECTORS = ("engine", "each client's gradient as a vector, which products over all heads do not make")
 
     def __init__(self, slot: str, meaning: str) -> None:
         self.slot = slot

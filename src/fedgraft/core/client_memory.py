@@ -20,6 +20,8 @@ IDENTITY = "identity"
 """The name of the client's signing key."""
 LEDGER = "ledger"
 """The name of the ledger of requests by day."""
+SUMMED = "summed"
+"""The name of what says which update was in which secure sum, where updates wait for their sum (buffered rounds)."""
 SECURE = "secure/"
 """Begins the names of secure sums that are under way."""
 
@@ -56,7 +58,7 @@ class Memories:
 
 def never_goes_back(name: str) -> bool:
     """Return whether a part of a client's memory stays as it is when an answer is taken back."""
-    return name in {IDENTITY, LEDGER} or name.startswith(SECURE)
+    return name in {IDENTITY, LEDGER, SUMMED} or name.startswith(SECURE)
 
 
 def earlier_memory(now: ClientMemory, before: ClientMemory | None) -> ClientMemory:

@@ -12,14 +12,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fedgraft.core.device_choice import AUTO, CHOICE
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.protocols import Network
+from fedgraft.core.protocols import Examples, Network
 
 PINNED = frozenset({"cuda"})
 """Kinds of devices that read pinned memory while they compute."""
@@ -138,6 +139,39 @@ def read(tensor: Tensor) -> list[float]:
     """Return the numbers of a flat tensor; one wait for all of them."""
     numbers: list[float] = fetch(tensor).tolist()
     return numbers
+
+
+def precision_of(network: Network) -> str | None:
+    """Return the precision in which this network evaluates (`model.amp`); None: float32."""
+    precision: str | None = getattr(network, "amp", None)
+    return precision
+
+
+def evaluation_precision(network: Network) -> AbstractContextManager[object]:
+    """Return a context in which passes without gradients are computed in the network's own precision."""
+    return Device.of(network).autocast(precision_of(network))
+
+
+@lru_cache(maxsize=64)
+def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return these numbers as a vector on the device; made once, because every batch asks for the same."""
+    return Device(device).put(torch.tensor(values))
+
+
+@runtime_checkable
+class PreparesOnDevice(Protocol):
+    """Examples that send something smaller than their inputs to a device and finish them there."""
+
+    def batches_on(self, device: Device, draws: Sequence[tuple[Tensor, torch.Generator | None]]) -> list[Tensor]:
+        """Return on this device what `batch` returns for each of these arguments, up to the device's rounding."""
+        ...
+
+
+def inputs_on(device: Device, examples: Examples, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return the inputs of these rows on the device; a generator selects the training transform."""
+    if not device.is_host and isinstance(examples, PreparesOnDevice):
+        return examples.batches_on(device, [(rows, generator)])[0]
+    return device.put(examples.batch(rows, generator))
 
 
 # ---- the choice ---------------------------------------------------------------------------------------------------

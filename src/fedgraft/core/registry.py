@@ -142,11 +142,12 @@ def load_plugins() -> None:
             ) from error
 
 
-GIVEN = frozenset({"local", "trainable", "loss", "seed", "freeze_blocks"})
-"""Arguments that the config passes to every algorithm; they are not options of the algorithm itself."""
+GIVEN = frozenset({"local", "trainable", "loss", "seed", "freeze_blocks", "lr"})
+"""Arguments that the config passes to every algorithm, or to every schedule (`lr`); nobody chooses them by name."""
 ALGORITHMS = Registry("algorithm")
 TRAINABLES = Registry("trainable kind")
 LOSSES = Registry("loss")
+SCHEDULES = Registry("schedule")
 STRATEGIES = Registry("mask strategy")
 AGGREGATORS = Registry("aggregation rule")
 SOURCES = Registry("data source")

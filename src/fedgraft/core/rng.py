@@ -7,12 +7,25 @@ secure sum) cannot change the numbers that another one draws, and a resumed run 
 from __future__ import annotations
 
 import hashlib
+import random
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
+
+
+def set_seed(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch, for code of your own, such as a network's initial weights.
+
+    No result of fedgraft depends on them: its draws follow from the option `seed`.
+    """
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def derive(seed: int, purpose: str, *where: int | str) -> int:

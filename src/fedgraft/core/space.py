@@ -156,6 +156,32 @@ class EditSpace:
         """Return the slice of each tensor's coordinates in a vector of this space, by name."""
         return {part.name: slice(begin, end) for part, begin, end in self.ranges}
 
+    def head(self, network: Network) -> slice:
+        """Return the slice of the head's coordinates among the trained ones; empty if the head is frozen."""
+        head_ranges = []
+        for part, begin, end in self.trained_ranges:
+            if network.block_of(part.name) > network.depth:
+                head_ranges.append((begin, end))
+        if not head_ranges:
+            return slice(0, 0)
+        return slice(head_ranges[0][0], head_ranges[-1][1])
+
+    def turns(self, endings: Sequence[str]) -> list[tuple[slice, int | None]]:
+        """Return the trained coordinates as slices, each with the number of the ending that its tensors' names have.
+
+        None stands for tensors whose names have none of the endings.
+        """
+        slices: list[tuple[slice, int | None]] = []
+        for part, begin, end in self.trained_ranges:
+            turn: int | None = None
+            for number, ending in enumerate(endings):
+                if part.name.endswith(ending):
+                    turn = number
+            if slices and slices[-1][1] == turn:
+                begin = slices.pop()[0].start
+            slices.append((slice(begin, end), turn))
+        return slices
+
     def first_block(self, network: Network) -> int:
         """Return the earliest block with a trained coordinate; the features before it are fixed and can be cached."""
         return min((network.block_of(part.name) for part in self.parts), default=network.depth + 1)
@@ -197,35 +223,11 @@ class Bound:
     @cached_property
     def head(self) -> slice:
         """The slice of the head's coordinates among the trained ones; empty if the head is frozen."""
-        head_ranges = []
-        for part, begin, end in self.space.trained_ranges:
-            if self._in_head(part.name):
-                head_ranges.append((begin, end))
-        if not head_ranges:
-            return slice(0, 0)
-        first_begin = head_ranges[0][0]
-        last_end = head_ranges[-1][1]
-        return slice(first_begin, last_end)
+        return self.space.head(self.network)
 
     def turns(self, endings: Sequence[str]) -> list[tuple[slice, int | None]]:
-        """Return the trained coordinates as slices, each with the number of the ending that its tensors' names have.
-
-        None stands for tensors whose names have none of the endings.
-        """
-        slices: list[tuple[slice, int | None]] = []
-        for part, begin, end in self.space.trained_ranges:
-            turn: int | None = None
-            for number, ending in enumerate(endings):
-                if part.name.endswith(ending):
-                    turn = number
-            if slices and slices[-1][1] == turn:
-                begin = slices.pop()[0].start
-            slices.append((slice(begin, end), turn))
-        return slices
-
-    def _in_head(self, name: str) -> bool:
-        """Return whether the tensor of this name belongs to the head."""
-        return self.network.block_of(name) > self.network.depth
+        """Return the trained coordinates as slices, each with its turn, as `EditSpace.turns` does."""
+        return self.space.turns(endings)
 
     def training_mode(self) -> None:
         """Put the network into training mode. Batch-norm statistics outside the space keep their bits."""

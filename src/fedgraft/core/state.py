@@ -47,6 +47,8 @@ class Federation:
     """The key from which secret cohorts are drawn; empty: they are drawn from the seed and can be reproduced."""
     keeps_contributions: bool = False
     """Whether the state stores each client's contribution, so that it can be subtracted (`unlearn --fast`)."""
+    durations: Sequence[float] = ()
+    """Time that each client needs for a local training by the virtual clock; empty: 1 for everyone."""
     norm_factor: float = 30.0
     """Updates whose norm exceeds this multiple of the usual norm are refused; 0: no limit."""
 
@@ -69,6 +71,12 @@ class Federation:
         """Return whether a client takes part in this round, counted from 1; 0 is before the first."""
         return self.joins.get(client, 0) <= round <= self.leaves.get(client, round)
 
+    def duration(self, client: int) -> float:
+        """Return the time that this client needs for a local training by the virtual clock."""
+        if not self.durations:
+            return 1.0
+        return self.durations[client]
+
     def takes_part_always(self, client: int) -> bool:
         """Return whether a client is there before the first round and until the last one."""
         return self.takes_part(client, 0) and self.takes_part(client, self.rounds)
@@ -76,6 +84,20 @@ class Federation:
     def rate(self, state: ServerState) -> float:
         """Return the learning rate of the coming round."""
         return self.schedule(state.round, self.rounds, state.losses)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A training request that a client works on, where the server does not wait for it (buffered rounds)."""
+
+    version: int
+    """The round whose model it began with."""
+    vector: Tensor
+    """That model."""
+    losses: int
+    """Number of validation losses that were known then; the learning rate may follow from them."""
+    due: float
+    """When the client will be done, by the virtual clock of a simulation."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,11 @@ class ServerState:
     contributions: Mapping[int, Tensor] = field(default_factory=dict)
     """Leave-one-out contribution of each client to the model, summed over rounds, if it is stored."""
 
+    in_flight: Mapping[int, InFlight] = field(default_factory=dict)
+    """With buffered rounds: what each busy client works on."""
+    clock: float = 0.0
+    """Time of the last step by the virtual clock, in units of `partition.speed`."""
+
     def model_of(self, client: int) -> Tensor:
         """Return the vector this client starts from: its personal model if it has one, else the common one."""
         return self.personal.get(client, self.vector)
@@ -127,12 +154,19 @@ def to_tensors(state: ServerState, memories: Memories) -> tuple[dict[str, Tensor
     for client, memory in memories.items():
         for name, tensor in memory.items():
             tensors[f"memory/{client}/{name}"] = tensor
-    numbers = {
+    in_flight = {}
+    for client, work in state.in_flight.items():
+        tensors[f"in_flight/{work.version}"] = work.vector  # clients that began together share it
+        in_flight[str(client)] = [work.version, work.losses, work.due]
+    numbers: dict[str, Any] = {
+        "clock": state.clock,
         "drifts": list(state.drifts),
         "clip": state.clip,
         "losses": list(state.losses),
         "norms": list(state.norms),
     }
+    if in_flight:
+        numbers["in_flight"] = in_flight
     return tensors, numbers
 
 
@@ -158,6 +192,9 @@ def from_tensors(
         elif group == "memory":
             client, _, entry = key.partition("/")
             memories.setdefault(int(client), {})[entry] = tensor
+    in_flight = {}
+    for name, (version, losses, due) in meta.get("in_flight", {}).items():
+        in_flight[int(name)] = InFlight(version, tensors[f"in_flight/{version}"], losses, due)
     state = ServerState(
         round,
         tensors["vector"],
@@ -168,5 +205,7 @@ def from_tensors(
         losses=tuple(meta["losses"]),
         norms=tuple(meta["norms"]),
         contributions=contributions,
+        in_flight=in_flight,
+        clock=float(meta.get("clock", 0.0)),
     )
     return state, memories

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Generator, Tensor
 
+from fedgraft.core.device import Device
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.pixels.on_demand import DecodedPixels
 from fedgraft.data.pixels.store import ImageStore
@@ -44,6 +47,19 @@ class ImageExamples:
     def batch(self, rows: Tensor, generator: Generator | None = None) -> Tensor:
         """Return inputs (B, 3, S, S) for these rows: by the training transform with a generator, else evaluation's."""
         return self.transform(self.pixels(rows), generator)
+
+    def batches_on(self, device: Device, draws: Sequence[tuple[Tensor, Generator | None]]) -> list[Tensor]:
+        """Return on this device what `batch` returns for each pair of rows and generator.
+
+        All pixels go there at once, as bytes, and are transformed there. The generators' numbers are those of `batch`.
+        """
+        if not self.transform.on_device:
+            return [device.put(self.batch(rows, generator)) for rows, generator in draws]
+        pixels = device.put(self.pixels(torch.cat([rows for rows, _ in draws])))
+        batches = []
+        for (_, generator), own_pixels in zip(draws, pixels.split([len(rows) for rows, _ in draws]), strict=True):
+            batches.append(self.transform(own_pixels, generator))
+        return batches
 
 
 class FeatureExamples:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from fedgraft.core.device import Device, fetch
+from fedgraft.core.device import Device, fetch, precision_of
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.network_digest import checksums, digest
 from fedgraft.core.progress import EXTRACTION, phase
@@ -121,7 +121,7 @@ class CachedExamples:
         prefix = digest(network, until)
         self._checksums = checksums(network, until)
         machine = [torch.__version__, str(torch.get_num_threads()), str(BLOCK), "class token by elements"]
-        machine += Device.of(network).cache_words()
+        machine += Device.of(network).cache_words(precision_of(network))
         one_image = self._inputs(np.zeros(1, dtype=np.int64))
         self.sizes = self._batch_sizes(Path(folder), [prefix, str(until), key, *machine], tuple(one_image.shape[1:]))
         parts = [examples.opened.digest, examples.transform.digest, prefix, str(until), key, *machine]
@@ -262,6 +262,7 @@ class CachedExamples:
         """Return the network's pixel inputs at these places: plain for the first N, mirrored for the others."""
         count = len(self.examples)
         pixels = self.examples.pixels(torch.from_numpy(places % count))
+        pixels = Device.of(self.network).put(pixels)
         return self.examples.transform.view(pixels, torch.from_numpy(places >= count))
 
     def _values(self, places: np.ndarray) -> Tensor:

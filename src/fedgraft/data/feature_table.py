@@ -21,7 +21,7 @@ from torch import Tensor
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.store import locked, write_at
 from fedgraft.data.cache_limit import make_room, note_use
-from fedgraft.data.row_files import MAPPED, consecutive_runs, read_rows
+from fedgraft.data.row_files import MAPPED, PAGE, SMALL_ROWS, consecutive_runs, read_rows
 
 CHECKED = 128
 """Rows that are checked at a time, which bounds memory."""
@@ -71,7 +71,10 @@ class FeatureTable:
             file = (self.folder / "features.bin").open("r+b", buffering=0)
             marks = np.memmap(self.folder / "marks.bin", np.uint64, "r+", shape=(rows,))
             mapped = None
-            if sizes["features.bin"] <= MAPPED:
+            limit = MAPPED
+            if self._row_bytes < PAGE:
+                limit = SMALL_ROWS * MAPPED
+            if sizes["features.bin"] <= limit:
                 mapped = np.memmap(file, np.float32, "r", shape=(rows, *self.shape))
         return _TableFiles(file, marks, mapped, np.zeros(rows, dtype=bool))
 

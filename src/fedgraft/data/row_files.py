@@ -13,8 +13,12 @@ from itertools import pairwise
 
 import numpy as np
 
-MAPPED = 1 << 28
+MAPPED = 1 << 26
 """Bytes up to which a file is mapped into memory; of larger ones only the requested rows come into memory."""
+SMALL_ROWS = 4
+"""A file of rows of less than a page is mapped up to so many times `MAPPED`: a call for each row would take longer than
+what is done with it."""
+PAGE = 4096
 
 
 def read_rows(descriptor: int, rows: np.ndarray, out: np.ndarray, offset: int = 0) -> None:

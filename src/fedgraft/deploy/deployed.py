@@ -127,16 +127,17 @@ def _reported_classes(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
 def _check_classes(classes: Sequence[str], facts: Mapping[int, Mapping[str, Any]]) -> None:
     """Refuse class names that look alike, and fewer than two classes.
 
-    `facts` is what each client's node reported. Where one client alone has a class of its own, the error names it.
+    `facts` is what each client's node reported. Where one client alone has one of the two names, the error names it.
     """
     try:
         check_names(classes)
     except FedgraftError as error:
-        outliers = _clients_with_unique_classes(facts)
-        if len(outliers) != 1:
+        alone = _clients_alone(error.fields.get("classes", ()), facts)
+        if len(alone) != 1:
             raise
-        message = f"{error.message}; client {outliers[0]} alone has one of them"
-        raise FedgraftError(error.code, message, error.hint, client=outliers[0], **error.fields) from None
+        name, client = alone[0]
+        message = f"{error.message}; client {client} alone has {name!r}"
+        raise FedgraftError(error.code, message, error.hint, client=client, **error.fields) from None
     if len(classes) < 2:
         raise FedgraftError(
             "E-DEPLOY-CLASSES",
@@ -146,17 +147,14 @@ def _check_classes(classes: Sequence[str], facts: Mapping[int, Mapping[str, Any]
         )
 
 
-def _clients_with_unique_classes(facts: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Return the clients that have a class which no other client has."""
-    clients = []
-    for client, reported in facts.items():
-        others: set[str] = set()
-        for other, other_reported in facts.items():
-            if other != client:
-                others.update(other_reported["classes"])
-        if set(reported["classes"]) - others:
-            clients.append(client)
-    return clients
+def _clients_alone(names: Sequence[str], facts: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, int]]:
+    """Return each of these class names that exactly one client has, with that client."""
+    alone = []
+    for name in names:
+        owners = [client for client, reported in facts.items() if name in reported["classes"]]
+        if len(owners) == 1:
+            alone.append((name, owners[0]))
+    return alone
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

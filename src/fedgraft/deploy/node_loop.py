@@ -26,7 +26,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.store import write_text
 from fedgraft.deploy import audit, limits
 from fedgraft.deploy.door_paths import KEY_IN_USE
-from fedgraft.deploy.process import NODE_STATE_VARIABLE, end_with_parent
+from fedgraft.deploy.process import FINISHED_ANSWER, NODE_STATE_VARIABLE, end_with_parent
 from fedgraft.deploy.server_link import (
     HEARTBEAT,
     AnswerRefused,
@@ -164,7 +164,10 @@ class NodeLoop:
                 self.answer(delivery)
 
     def answer(self, delivery: Delivery) -> None:
-        """Answer a message; drop the answer if the server no longer wants it."""
+        """Answer a message; drop the answer if the server no longer wants it.
+
+        An answer that is not sent because this process ends stays on disk (`WorkStore`), and is sent by the next one.
+        """
         try:
             response = self.carry_out_delivery(delivery)
             settings = {"step": response.step, "need": response.need, "error": response.error[:500], **response.facts}
@@ -173,6 +176,7 @@ class NodeLoop:
             print("the server no longer wants the answer to this request", flush=True)
         except AnswerRefused as refusal:
             print(f"the server refused the answer: {refusal}", flush=True)
+        (self.home / FINISHED_ANSWER).unlink(missing_ok=True)
 
     def carry_out_delivery(self, delivery: Delivery) -> WorkerResponse:
         """Return the worker's answer to a message, or the reason why it is not carried out."""
@@ -204,16 +208,13 @@ class NodeLoop:
         return self.carry_out(request)
 
     def fetch(self, delivery: Delivery, name: str) -> bytes:
-        """Return a part of a message; what has come of it is kept in a file until it is whole."""
+        """Return a part of a message; what has come of it is in a file while the line is broken."""
         self.downloads.mkdir(mode=0o700, exist_ok=True)
         file = self.downloads / f"{name}-{delivery.parts[name][1]}"
         if not file.exists():
             for older in self.downloads.glob(f"{name}-*"):  # of a message that was withdrawn
                 older.unlink()
-        self.link.fetch(delivery, name, file)
-        data = file.read_bytes()
-        file.unlink()
-        return data
+        return self.link.fetch(delivery, name, file)
 
     def record_refusal(self, reason: str) -> None:
         """Note in the audit log that a message was not carried out."""

@@ -23,6 +23,8 @@ _GRACE = 10.0  # seconds that a process has to end by itself
 _PARENT_VARIABLE = "FEDGRAFT_LIVES_WITH"  # names the process with which another one ends
 NODE_STATE_VARIABLE = "FEDGRAFT_NODE_STATE"
 """Environment variable with the node's home: ledger and audit log are in it, the owner's policy beside it."""
+FINISHED_ANSWER = "work/answer"
+"""File below a node's home with a finished answer that the server does not have yet (`work_store`)."""
 PINNED_POLICY = "policy.pinned"
 """File in a node's home: the owner's policy as it was when the node was started."""
 _IGNORED_VARIABLES = ("FORWARDED_ALLOW_IPS", "WEB_CONCURRENCY")

@@ -14,6 +14,7 @@ import http.client
 import json
 import re
 import ssl
+import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +35,8 @@ from fedgraft.deploy.door_paths import (
 HEARTBEAT = 10.0
 """Seconds between a node's heartbeats; the server takes it for gone after twice as many."""
 _SILENCE = 30.0  # seconds without a byte after which a connection counts as broken, whatever is being sent
+SAVE_SECONDS = 2.0
+"""A download is written to its file so often: what a killed node loses of it at most."""
 _BLOCK = 1 << 16  # bytes that are sent or received at once; the slowest link needs less than `_SILENCE` for them
 _DIGEST = re.compile("[0-9a-f]{64}")  # it becomes part of a file's name
 _MESSAGE = re.compile("[0-9a-f]{32}")
@@ -77,6 +80,53 @@ class Delivery:
     def size(self) -> int:
         """Return the bytes of all parts."""
         return sum(size for size, _ in self.parts.values())
+
+
+class Download:
+    """A part of a message on its way: in memory, and in a file every few seconds, so that a killed node goes on there.
+
+    On a quick link a part is whole before it would be written: files cost more than the transfer.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._blocks: list[bytes] = []
+        self._unsaved: list[bytes] = []
+        self._hash = hashlib.sha256()
+        self._saved_at = time.monotonic()
+        self.size = 0
+        if file.exists():
+            self._append(file.read_bytes())
+
+    def _append(self, data: bytes) -> None:
+        """Add bytes in memory."""
+        self._blocks.append(data)
+        self._hash.update(data)
+        self.size += len(data)
+
+    def add(self, data: bytes) -> None:
+        """Add bytes that have come; write what is not in the file yet if that was long ago."""
+        self._append(data)
+        self._unsaved.append(data)
+        if time.monotonic() - self._saved_at >= SAVE_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is not in the file yet."""
+        if self._unsaved:
+            with self.file.open("ab") as target:
+                target.writelines(self._unsaved)
+        self._unsaved = []
+        self._saved_at = time.monotonic()
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of what is there."""
+        return self._hash.hexdigest()
+
+    def whole(self) -> bytes:
+        """Return all bytes."""
+        return b"".join(self._blocks)
 
 
 class ServerLink:
@@ -273,31 +323,31 @@ class ServerLink:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise Unreachable("the server's message is malformed") from None
 
-    def fetch(self, delivery: Delivery, name: str, file: Path) -> None:
-        """Download a part into a file, from the byte where an earlier attempt broke; check its digest at the end."""
+    def fetch(self, delivery: Delivery, name: str, file: Path) -> bytes:
+        """Return a part, downloaded from the byte where an earlier attempt broke; its digest is checked at the end.
+
+        `file` holds what has come of it when the line breaks or the process ends, and nothing once it is whole.
+        """
         size, digest = delivery.parts[name]
-        have = 0
-        if file.exists():
-            have = file.stat().st_size
-        self.received = have + sum(other for key, (other, _) in delivery.parts.items() if key < name)
-        if have < size:
-            headers = {OFFSET_HEADER: str(have)}
+        download = Download(file)
+        self.received = download.size + sum(other for key, (other, _) in delivery.parts.items() if key < name)
+        if download.size < size:
+            headers = {OFFSET_HEADER: str(download.size)}
             response = self._own("GET", f"parts/{delivery.id}/{name}", headers=headers)
-            if response.status != 200 or response.length != size - have:
+            if response.status != 200 or response.length != size - download.size:
                 self.close()
                 file.unlink(missing_ok=True)
                 raise Unreachable("the server sends something else than it announced")
-            self._save(response, size - have, file)
-        with file.open("rb") as stored:
-            found = hashlib.file_digest(stored, "sha256").hexdigest()
-        if found != digest or file.stat().st_size != size:
-            file.unlink()
+            self._save(response, size - download.size, download)
+        file.unlink(missing_ok=True)
+        if download.digest != digest or download.size != size:
             raise Unreachable("a part of the message arrived damaged")
+        return download.whole()
 
-    def _save(self, response: http.client.HTTPResponse, size: int, file: Path) -> None:
-        """Append `size` bytes of a response to a file, as they come."""
-        with file.open("ab") as target:
-            left = size
+    def _save(self, response: http.client.HTTPResponse, size: int, download: Download) -> None:
+        """Add `size` bytes of a response to a download, as they come."""
+        left = size
+        try:
             while left:
                 try:
                     data = response.read1(min(left, _BLOCK))
@@ -307,9 +357,12 @@ class ServerLink:
                 if not data:
                     self.close()
                     raise Unreachable("the connection broke")
-                target.write(data)
+                download.add(data)
                 left -= len(data)
                 self.received += len(data)
+        except BaseException:  # also where this process is ended: the next one goes on here
+            download.flush()
+            raise
         response.read()
 
     def answer(self, message: str, settings: dict[str, Any], data: bytes) -> None:

@@ -1,7 +1,9 @@
 """What a node keeps of unfinished work, beside its key, encrypted under it.
 
-`NAME.home/work` holds the progress of the training under way, by purpose. A node that was killed continues there. The
-key follows from the node's private key; a file that is damaged, or of another request or policy, counts as missing.
+`NAME.home/work` holds the progress of the training under way, by purpose, and a finished answer until it is sent. A
+node that was killed continues there. The answer is given again only to the very request that it answers, and removed
+once the server has it, so that a request that comes a second time is counted and carried out anew. The key follows
+from the node's private key; a file that is damaged, or of another request or policy, counts as missing.
 """
 
 from __future__ import annotations
@@ -15,17 +17,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from fedgraft.core.messages import BadMessage, Request, pack, unpack
+from fedgraft.core.messages import BadMessage, Request, as_bytes, pack, unpack
 from fedgraft.core.store import write_atomic
 from fedgraft.deploy.keys import node_identity
+from fedgraft.deploy.process import FINISHED_ANSWER
 from fedgraft.engines.flower.node_link import WorkerRequest
+from fedgraft.privacy.secagg.client import as_tensor
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 log = logging.getLogger("fedgraft")
+SENDS_AGAIN = "sends the answer that was finished before this node was interrupted"
 CONTINUES = "continues an interrupted training after"
 _NONCE = 12  # bytes before the ciphertext
 
@@ -73,6 +79,18 @@ class WorkStore:
         if self.folder.is_dir():
             for file in self.folder.glob("progress-*"):
                 file.unlink(missing_ok=True)
+
+    def save_answer(self, response: bytes, step: int) -> None:
+        """Keep a finished answer and the step of the client's memory after it, until the server has the answer."""
+        self.save(Path(FINISHED_ANSWER).name, {"response": as_tensor(response), "step": torch.tensor([step])})
+
+    def load_answer(self) -> tuple[bytes, int] | None:
+        """Return the finished answer to this request and its step; None if there is none."""
+        saved = self.load(Path(FINISHED_ANSWER).name)
+        if saved is None:
+            return None
+        log.info("%s", SENDS_AGAIN)
+        return as_bytes(saved["response"]), int(saved["step"])
 
     def _cipher(self) -> AESGCM:
         """Return the cipher of the key that follows from the node's own."""

@@ -20,9 +20,9 @@ from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
 Vectors = Mapping[str, Tensor]
 
 REMEMBERS: Capabilities = frozenset(
-    {Capability.FIXED_COORDINATES, Capability.STABLE_MODEL, Capability.SEPARATE_CLIENTS}
+    {Capability.FIXED_COORDINATES, Capability.STABLE_MODEL, Capability.SEPARATE_CLIENTS, Capability.SAME_START}
 )
-"""What a correction requires that stores a vector from round to round."""
+"""What a correction requires that stores a vector from round to round, whose counterpart moves with every step."""
 KNOWN_STEPS: Capabilities = frozenset({Capability.KNOWN_DISPLACEMENT, Capability.ONE_RATE, Capability.SEPARATE_CLIENTS})
 """What a correction requires that divides by the number of effective steps."""
 
@@ -60,7 +60,7 @@ class Correction:
         if self.sends:
             required |= {Capability.AUXILIARY_SUMS}
         if self.receives:
-            required |= {Capability.COMMON_MODEL}
+            required |= {Capability.COMMON_MODEL, Capability.SAME_START}
         return required
 
 
@@ -78,7 +78,8 @@ def proximal(mu: float) -> Correction:
         """Add μ(y−x) to the gradient, in place."""
         gradient.add_(values - context["start"], alpha=mu)
 
-    return Correction("proximal", lambda s, a, m: {"start": s}, adjust, lambda v, c, r: Closing())
+    needs = frozenset({Capability.GRADIENT_VECTORS})  # the same for the vectors of several clients, one below the other
+    return Correction("proximal", lambda s, a, m: {"start": s}, adjust, lambda v, c, r: Closing(), needs=needs)
 
 
 def control_variates() -> Correction:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fedgraft.core.device import Device, fetch
+from fedgraft.core.device import Device, evaluation_precision, fetch, inputs_on
 from fedgraft.core.protocols import Examples, Network, with_prefetch
 from fedgraft.local.forward_memory import images_at_once
 
@@ -32,7 +32,7 @@ def evaluating(network: Network) -> Iterator[None]:
 
 def evaluate_batch(network: Network, inputs: Tensor, see: Callable[[Tensor], T]) -> T:
     """Return `see(inputs)` for one batch, in evaluation mode, without gradients, and on the network's device."""
-    with evaluating(network):
+    with evaluating(network), evaluation_precision(network):
         return see(Device.of(network).put(inputs))
 
 
@@ -45,7 +45,7 @@ def feature_batches(
         return network.features(inputs, examples.entry, until)
 
     for batch in with_prefetch(examples, rows.split(images_at_once(network, examples.entry, size))):
-        activations = evaluate_batch(network, examples.batch(batch), see)
+        activations = evaluate_batch(network, inputs_on(Device.of(network), examples, batch), see)
         yield batch, fetch(activations.float())
 
 
@@ -61,9 +61,9 @@ def hidden(network: Network, layers: tuple[str, ...], examples: Examples, size: 
 
     batches: dict[str, list[Tensor]] = {name: [] for name in names}
     for rows in torch.arange(len(examples)).split(images_at_once(network, examples.entry, size)):
-        activations = evaluate_batch(network, examples.batch(rows), see)
+        activations = evaluate_batch(network, inputs_on(Device.of(network), examples, rows), see)
         for name in batches:
-            batches[name].append(fetch(activations[name]))
+            batches[name].append(fetch(activations[name].float()))
     return [torch.cat(batches[name]) for name in names]
 
 

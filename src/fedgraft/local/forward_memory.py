@@ -16,6 +16,8 @@ HOST_BYTES = 8 << 30
 """Bytes of activations at once on a CPU; 512 images of a ViT-B at 224 pixels fit."""
 SHARE_OF_DEVICE = 0.25
 """Part of an accelerator's memory for activations; weights, features and training have the rest."""
+SHARE_FOR_PACKS = 0.5
+"""Part of an accelerator's memory for the clients that train on it at once."""
 
 
 def images_at_once(network: Network, entry: int, most: int) -> int:
@@ -25,12 +27,25 @@ def images_at_once(network: Network, entry: int, most: int) -> int:
     bytes_each = getattr(network, "activation_bytes", 0)
     if not bytes_each:
         return most
-    return max(1, min(most, _bytes_for_activations(Device.of(network)) // bytes_each))
+    return max(1, min(most, _bytes_for_activations(Device.of(network), SHARE_OF_DEVICE) // bytes_each))
 
 
-def _bytes_for_activations(device: Device) -> int:
-    """Return the bytes that activations may take on this device."""
+def clients_at_once(network: Network, entry: int, batch: int, parameters: int) -> int:
+    """Return how many clients train at once on the network's device, each on a batch of so many images.
+
+    `entry` is the block where the images enter, `parameters` the number of weights that each client has for itself:
+    besides them there are their gradient, the gradient as a vector, and the optimizer's state. Training holds the
+    activations of every block behind the entry.
+    """
+    activations = getattr(network, "activation_bytes", 0) * max(1, network.depth - entry)
+    bytes_each = batch * activations + 4 * 5 * parameters
+    budget = _bytes_for_activations(Device.of(network), SHARE_FOR_PACKS)
+    return max(1, budget // max(1, bytes_each))
+
+
+def _bytes_for_activations(device: Device, share: float) -> int:
+    """Return the bytes that activations may take on this device; `share` is the part of an accelerator's memory."""
     if device.kind != "cuda":
         return HOST_BYTES
     total = torch.cuda.get_device_properties(device.torch_device).total_memory
-    return int(SHARE_OF_DEVICE * total)
+    return int(share * total)

@@ -34,7 +34,8 @@ class Optimizer:
     adaptive: bool = False
     """Each coordinate moves by about the learning rate, however small its gradient."""
     requires: Capabilities = frozenset({Capability.SEPARATE_CLIENTS})
-    """Nothing if the vectors of several clients may be stepped as one long vector."""
+    """Nothing if the vectors of several clients may be stepped as one long vector; `GRADIENT_VECTORS` if they may, but
+    not by a product that computes the gradient at the same time."""
     host_state: frozenset[str] = frozenset({"steps"})
     """Entries of the state that the program reads at every step: they stay on the host, so that nobody waits."""
     instead: str = "local.optimizer='sgdm'"
@@ -128,7 +129,7 @@ def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_de
         denominator = (state["second"] / (1 - beta2**t)).sqrt_().add_(eps)
         values.addcdiv_(state["first"], denominator, value=-lr / (1 - beta1**t))
 
-    return Optimizer("adamw", init, step, adaptive=True)
+    return Optimizer("adamw", init, step, adaptive=True, requires=frozenset({Capability.GRADIENT_VECTORS}))
 
 
 def state_on(optimizer: Optimizer, state: OptimizerState, device: Device) -> OptimizerState:
@@ -160,3 +161,10 @@ def clip_(gradient: Tensor, limit: float) -> Tensor:
     wide = norm.to(Device(gradient.device).widest)
     gradient.mul_(torch.where(wide > limit, limit / wide, 1.0).to(gradient.dtype))
     return norm
+
+
+def clip_each_(gradients: Tensor, limit: float) -> None:
+    """Scale each client's gradient (c, n) to at most `limit` in norm, in place; nobody waits for the norms."""
+    norms = torch.linalg.vector_norm(gradients, dim=1).to(Device(gradients.device).widest)
+    factors = torch.where(norms > limit, limit / norms, 1.0)
+    gradients.mul_(factors.to(gradients.dtype).unsqueeze(1))

@@ -2,15 +2,19 @@
 
 `lr(t, total, history)` returns the rate at round (or epoch, or step) t of total. `history` is the list of past
 validation losses, so that even the plateau rule needs no state and a resumed run gets the same rates.
-A schedule counts over the whole run; nothing restarts inside a round.
+A schedule counts over the whole run; nothing restarts inside a round. One of your own is a function
+`make(lr, ...) -> lr(t, total, history)` in `registry.SCHEDULES`, or, in Python, `fg.run(..., schedule=rate)` with
+`rate(t, total, history)` itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from fedgraft.core.ranges import Inner, NotNegative, Number, Positive, Share, in_range
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.ranges import Count, Inner, NotNegative, Number, Positive, Share, in_range
+from fedgraft.core.registry import SCHEDULES
 from fedgraft.core.state import Schedule
 
 
@@ -20,17 +24,29 @@ def constant_rate(lr: float) -> Schedule:
 
 
 @in_range
-def cosine(lr: float, minimum: NotNegative = 0.0, restarts: Number = 0) -> Schedule:
+def cosine(lr: float, minimum: NotNegative = 0.0, restarts: Number = 0, period: Count | None = None) -> Schedule:
     """Return half a cosine from lr down; with restarts, the same in equal cycles.
 
-    It would reach the minimum one position after the last (PyTorch's T_max), so no round is idle.
+    It would reach the minimum one position after the last (PyTorch's T_max), so no round is idle. With a `period` of
+    its own the cosine goes on at the run's end or before: after `period` rounds the rate is at the minimum, and it
+    rises again from there, as PyTorch's CosineAnnealingLR does.
 
     Args:
         minimum: rate at the end
         restarts: number of times the rate jumps back up
+        period: rounds of half a cosine (PyTorch's T_max); default: all rounds of the run
     """
+    if period is not None and restarts:
+        raise FedgraftError(
+            "E-LOCAL-SCHEDULE-PERIOD",
+            "a cosine has both restarts and a period, and restarts divide the run's length",
+            "give one of schedule.restarts and schedule.period",
+        )
 
     def rate(t: int, total: int, history: Sequence[float]) -> float:
+        """Return the rate at round (or epoch, or step) t of `total`."""
+        if period is not None:
+            return minimum + 0.5 * (lr - minimum) * (1 + math.cos(math.pi * t / period))
         cycle = max(1, math.ceil(total / (restarts + 1)))
         return minimum + 0.5 * (lr - minimum) * (1 + math.cos(math.pi * (t % cycle) / cycle))
 
@@ -136,7 +152,7 @@ def warmed(schedule: Schedule, length: int, start: float = 0.0) -> Schedule:
     return rate
 
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
+SCHEDULES |= {
     "none": constant_rate,
     "cosine": cosine,
     "linear": linear,

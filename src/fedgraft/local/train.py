@@ -13,22 +13,22 @@ from torch import Tensor, nn
 
 from fedgraft.core import ranges
 from fedgraft.core.capabilities import Capabilities, Capability
-from fedgraft.core.device import Device, fetch, fetch_all, read
+from fedgraft.core.device import Device, fetch, fetch_all, inputs_on, read
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted
 from fedgraft.core.protocols import Examples, Network, with_prefetch
 from fedgraft.core.ranges import Count, Positive
+from fedgraft.local.compiled import stepping
 from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.loss_scale import LossScale
 from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
+from fedgraft.local.mixing import mix
 from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, new_state, sgdm, state_on
 from fedgraft.local.progress import Snapshot, TrainingProgress, resumable
 
 
-class Flat(Protocol):
-    """A network's trained coordinates as one vector; implemented by `core.space.Bound`."""
-
-    values: Tensor
+class Grouped(Protocol):
+    """Trained coordinates of which some may have a rate or a turn of their own."""
 
     @property
     def trained(self) -> int: ...
@@ -37,8 +37,15 @@ class Flat(Protocol):
         """The slice of the head's coordinates among the trained ones; empty if the head is frozen."""
         ...
 
-    def training_mode(self) -> None: ...
     def turns(self, endings: Sequence[str]) -> list[tuple[slice, int | None]]: ...
+
+
+class Flat(Grouped, Protocol):
+    """A network's trained coordinates as one vector; implemented by `core.space.Bound`."""
+
+    values: Tensor
+
+    def training_mode(self) -> None: ...
     def load(self, vector: Tensor) -> None: ...
     def gradient(self) -> Tensor: ...
     def push(self) -> None: ...
@@ -77,9 +84,21 @@ class LocalTraining:
     """Endings of parameter names that train in turn, one in each step; all other parameters train in every step."""
     amp: Literal["float16", "bfloat16"] | None = None
     """mixed precision of training, for GPUs; vectors, features and exports stay float32; default: float32"""
+    mixup: Positive | None = None
+    """MixUp: mix pairs of images of a batch, with shares from Beta(α, α), this α; default: off"""
+    cutmix: Positive | None = None
+    """CutMix: paste a box of another image of the batch, its area by Beta(α, α); with mixup: either, half the time"""
+    compile: bool = False
+    """training steps through torch.compile: a minute of compiling in each process, then other last bits that repeat"""
 
     def __post_init__(self) -> None:
         ranges.check_ranges(self, "local")
+        if self.compile and self.amp == "float16":
+            raise FedgraftError(
+                "E-LOCAL-COMPILE",
+                "local.compile frees what a repeated backward pass of local.amp='float16' would need",
+                "set local.amp='bfloat16' or none, or local.compile=false",
+            )
         if (self.steps is not None or self.client_steps) and self.epochs is not None:
             raise FedgraftError(
                 "E-LOCAL-STEPS-OR-EPOCHS",
@@ -100,12 +119,19 @@ class LocalTraining:
         options = []
         if self.sampling != "uniform":
             options.append(f"local.sampling={self.sampling!r}")
-        for name in ("clip", "amp", "head_lr"):
+        for name in ("clip", "amp", "head_lr", "mixup", "cutmix"):
             if getattr(self, name) is not None:
                 options.append(f"local.{name}={getattr(self, name)!r}")
+        if self.compile:
+            options.append("local.compile")
         if not options:
             return "local training"
         return f"local training with {', '.join(options)}"
+
+    @property
+    def mixes(self) -> bool:
+        """Whether batches of images are mixed, so that clients train on pixels."""
+        return self.mixup is not None or self.cutmix is not None
 
     @property
     def requires(self) -> Capabilities:
@@ -113,10 +139,11 @@ class LocalTraining:
         required: set[Capability] = set()
         if self.sampling == "federation":
             required.add(Capability.CLASS_COUNTS)
-        differs_by_client = self.sampling != "uniform" or self.clip is not None
-        several_groups = self.head_lr is not None or bool(self.turns)
-        if differs_by_client or self.amp is not None or several_groups:
+        by_client = self.sampling != "uniform" or self.amp == "float16"  # by its classes, by its loss scale
+        if by_client or self.compile or self.mixes:
             required.add(Capability.SEPARATE_CLIENTS)
+        if self.clip is not None or self.amp is not None or self.head_lr is not None or self.turns:
+            required.add(Capability.GRADIENT_VECTORS)
         return frozenset(required)
 
     @property
@@ -187,6 +214,8 @@ class Trained:
     """Steps whose loss, or in float16 whose gradient at any scale, was not finite; float16 skips them."""
     retried: int = 0
     """Gradients of float16 that were computed again with a smaller loss scale."""
+    values: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The vector after training, on the host; where that is where it trains, the vector itself."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -280,6 +309,7 @@ def train(
         class_weights = balancing(known_counts(loss_context, rule.sampling == "federation"))
         chances = fetch(class_weights)[row_labels].double()
     value = loss.begin(loss_context)
+    step_network = stepping(network, rule.compile)
     losses: list[Tensor] = []
     rates: list[float] = []
     skipped = 0
@@ -307,10 +337,14 @@ def train(
             flat.pull_buffers()
             present = Snapshot(step, flat.values, states, augment, losses, rates, skipped, loss_scale)
             progress.save(present.to_tensors())
-        inputs = device.put(examples.batch(batch, augment))
+        inputs = inputs_on(device, examples, batch, augment)
         labels = device.put(examples.labels[batch])
         with device.autocast(rule.amp), lone_values_by_running_statistics(network, len(batch)):
-            batch_loss = value(network, inputs, labels, examples.entry)
+            if rule.mixes:
+                mixed = mix(inputs, augment, rule.mixup, rule.cutmix)
+                batch_loss = mixed.loss(value, step_network, labels, examples.entry)
+            else:
+                batch_loss = value(step_network, inputs, labels, examples.entry)
         if loss_scale is None:
             batch_loss.backward()
             gradient = flat.gradient()
@@ -332,7 +366,7 @@ def train(
         rates.append(rate)
         flat.push()
     flat.pull_buffers()
-    effective_steps = _effective_steps(rule, rates)
+    effective_steps = effective_steps_of(rule, rates)
     closing = rule.correction.finish(values, context, effective_steps)
     new_memory = {**closing.memory, **loss.finish(loss_context)}
     if loss_scale is not None:
@@ -342,18 +376,28 @@ def train(
     for i, group in enumerate(groups):
         for name, tensor in group.state.items():
             new_state[f"{i}/{name}"] = tensor
-    mean_loss, nonfinite = _read_losses(losses)
+    trained_values, mean_loss, nonfinite = _fetch_results(flat.values, losses)
     retried = 0 if loss_scale is None else loss_scale.retried
-    return Trained(new_state, mean_loss, len(losses), effective_steps, closing, nonfinite + skipped, retried)
+    return Trained(
+        new_state, mean_loss, len(losses), effective_steps, closing, nonfinite + skipped, retried, trained_values
+    )
 
 
-def _read_losses(losses: list[Tensor]) -> tuple[float, int]:
-    """Return the mean of the batches' losses and how many of them are not finite; one wait for both."""
+def _fetch_results(values: Tensor, losses: list[Tensor]) -> tuple[Tensor, float, int]:
+    """Return the trained vector on the host, the mean of the batches' losses, and how many of them are not finite.
+
+    A device sends all of it at once, so that a client waits for it once.
+    """
     if not losses:
-        return math.nan, 0
+        return fetch(values), math.nan, 0
     stacked = torch.stack(losses)
-    mean, nonfinite = read(torch.stack([stacked.mean(), (~stacked.isfinite()).sum().to(stacked.dtype)]))
-    return mean, int(nonfinite)
+    about_losses = torch.stack([stacked.mean(), (~stacked.isfinite()).sum().to(stacked.dtype)])
+    if Device(values.device).is_host:
+        mean, nonfinite = read(about_losses)
+        return values, mean, int(nonfinite)
+    results = fetch(torch.cat([values, about_losses]))
+    mean, nonfinite = read(results[-2:])
+    return results[:-2], mean, int(nonfinite)
 
 
 @contextmanager
@@ -432,7 +476,7 @@ def _parameter_groups(rule: LocalTraining, flat: Flat, state: OptimizerState, de
     The state is that of the last round if `state` has it, otherwise a new one.
     """
     groups = []
-    for i, (piece, factor, turn) in enumerate(_pieces(rule, flat)):
+    for i, (piece, factor, turn) in enumerate(pieces_of(rule, flat)):
         optimizer_state = {}
         for name, tensor in state.items():
             if name.startswith(f"{i}/"):
@@ -445,7 +489,7 @@ def _parameter_groups(rule: LocalTraining, flat: Flat, state: OptimizerState, de
     return groups
 
 
-def _pieces(rule: LocalTraining, flat: Flat) -> list[tuple[slice, float, int | None]]:
+def pieces_of(rule: LocalTraining, flat: Grouped) -> list[tuple[slice, float, int | None]]:
     """Return the pieces of the vector that differ in rate or turn: slice, factor of the rate, turn (None: every step).
 
     The head is a piece of its own if it has a rate of its own.
@@ -469,7 +513,7 @@ def _pieces(rule: LocalTraining, flat: Flat) -> list[tuple[slice, float, int | N
     return pieces
 
 
-def _effective_steps(rule: LocalTraining, rates: list[float]) -> float:
+def effective_steps_of(rule: LocalTraining, rates: list[float]) -> float:
     """Return Σ rates times the optimizer's mean gain: the displacement by a constant unit gradient."""
     if rule.optimizer.effective_steps is None or not rates:
         return math.nan

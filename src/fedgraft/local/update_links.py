@@ -74,7 +74,12 @@ def normalise() -> UpdateLink:
         return Scale(1 / steps.smallest, {"tau": steps.largest})
 
     requires = frozenset(
-        {Capability.TRANSFORMED_UPDATES, Capability.KNOWN_DISPLACEMENT, Capability.ONE_RATE},
+        {
+            Capability.TRANSFORMED_UPDATES,
+            Capability.KNOWN_DISPLACEMENT,
+            Capability.ONE_RATE,
+            Capability.SAME_START,  # its steps are those of one learning rate
+        }
     )
     return UpdateLink("normalise", apply, {"tau": 1e4}, scale=scale, requires=requires)
 

@@ -6,15 +6,16 @@ evaluation mode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft.core.device import Device, fetch
+from fedgraft.core.device import Device, evaluation_precision, fetch, inputs_on
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.local.forward_memory import images_at_once
@@ -88,6 +89,10 @@ def evaluate_with_sums(
     """
     network.eval()
     batches = rows.split(images_at_once(network, examples.entry, batch_size))
+    loss = 0.0
+    correct = 0
+    within_top_k = 0
+    sums: dict[str, Tensor] = {}
     with phase("evaluation", len(rows), "images") as progress:
 
         def measure(batch: Tensor) -> _BatchResult:
@@ -96,19 +101,34 @@ def evaluate_with_sums(
             progress.advance(len(batch))
             return result
 
-        if min(threads, len(batches)) > 1:
-            with ThreadPoolExecutor(threads) as pool:
-                results = list(pool.map(measure, batches))
-        else:
-            results = [measure(batch) for batch in batches]
+        if scores:
+            sums = merge_scores([], network.classes)
+        # Added up as they come: the sums of one batch are megabytes where classes are many.
+        for result in _in_order(measure, batches, threads):
+            loss += result.loss
+            correct += result.correct
+            within_top_k += result.within_top_k
+            if scores:
+                sums = merge_scores([sums, result.sums], network.classes)
     n = max(1, len(rows))
-    loss = sum(result.loss for result in results) / n
-    accuracy = sum(result.correct for result in results) / n
-    top5 = sum(result.within_top_k for result in results) / n
-    sums: dict[str, Tensor] = {}
-    if scores:
-        sums = merge_scores([result.sums for result in results], network.classes)
-    return Evaluation(loss, accuracy, top5, len(rows)), sums
+    return Evaluation(loss / n, correct / n, within_top_k / n, len(rows)), sums
+
+
+def _in_order(
+    measure: Callable[[Tensor], _BatchResult], batches: Sequence[Tensor], threads: int
+) -> Iterator[_BatchResult]:
+    """Yield the result of each batch in order, measured in threads that are at most a few batches ahead."""
+    if min(threads, len(batches)) <= 1:
+        yield from map(measure, batches)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future[_BatchResult]] = deque()
+        for batch in batches:
+            waiting.append(pool.submit(measure, batch))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def evaluation_of(sums: Mapping[str, Tensor]) -> Evaluation:
@@ -125,8 +145,9 @@ def _evaluate_batch(
 ) -> _BatchResult:
     """Return the counts of one batch of rows, with the sums of `metrics.scores` if `scores` is true."""
     labels = examples.labels[rows]
-    inputs = Device.of(network).put(examples.batch(rows))
-    logits = fetch(network(inputs, examples.entry).float())
+    inputs = inputs_on(Device.of(network), examples, rows)
+    with evaluation_precision(network):
+        logits = fetch(network(inputs, examples.entry).float())
     rank = true_class_rank(logits, labels)
     correct = int((rank == 0).sum())
     within_top_k = int((rank < TOP_K).sum())

@@ -8,7 +8,8 @@
 | `features:width=384` | no backbone: a linear head on precomputed features; a run takes the width from its data |
 | `vit-s16`, `tiny`, `vit:width=64,depth=4,heads=2,patch=8,size=32` | a ViT drawn from the seed |
 | a folder | `config.json` and `model.safetensors`, as `save_pretrained` writes them |
-| a `.safetensors` file | weights under the names of the original DINO release |
+| a `.safetensors` or `.pth` file | weights under the names of the original DINO release |
+| a module of torch.hub's DINO | the same names: its weights are copied |
 | `facebook/dino-vits16`, `owner/name@revision` | a folder fetched from the Hub |
 | a `transformers` model | `ViTModel`, `SwinForImageClassification`, ...: its weights are copied |
 """
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import derive
 from fedgraft.models import folders
-from fedgraft.models.families import FAMILIES, Family, mean_token
+from fedgraft.models.dino_hub import has_dino_names, vit_of
+from fedgraft.models.families import FAMILIES, Family
 from fedgraft.models.network import VisionNetwork, check_classes, draw_head, linear_layer
 from fedgraft.models.quiet import drawn_from, quiet
 from fedgraft.models.small import NoBackbone, SmallCnn, SmallConfig
@@ -93,6 +95,8 @@ def model(
     network.source = facts.source
     network.licence = facts.licence
     network.stored = facts.stored
+    if network.classes == len(facts.class_names) and classes is None:
+        network.class_names = facts.class_names
     if hasattr(preprocessor, "to_dict"):
         preprocessor = preprocessor.to_dict()
     network.preprocessor = facts.preprocessor
@@ -158,8 +162,14 @@ def _copy_object(source: Any) -> tuple[Any, folders.StoredHead, folders.SourceFa
 
     The copy is built anew without pooler and with everything random inside it off.
     """
+    if isinstance(source, nn.Module) and has_dino_names(source.state_dict()):
+        name = type(source).__name__
+        return vit_of(source.state_dict(), f"this {name}"), None, folders.SourceFacts(name)
     base = getattr(source, "base_model", None)
     config = getattr(source, "config", None)
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    if family is not None and hasattr(source, family.stem):  # DINOv3 calls its encoder its base model
+        base = source
     if not isinstance(source, nn.Module) or base is None or config is None:
         raise FedgraftError(
             "E-MODELS-SOURCE-TYPE",
@@ -186,7 +196,9 @@ def _copy_object(source: Any) -> tuple[Any, folders.StoredHead, folders.SourceFa
             "give the model as transformers builds it",
             tensor=unfit[0],
         )
-    return backbone, folders.head_of(source.state_dict()), folders.SourceFacts(type(source).__name__)
+    class_names = folders.class_names_in(getattr(source.config, "id2label", None))
+    facts = folders.SourceFacts(type(source).__name__, class_names=class_names)
+    return backbone, folders.head_of(source.state_dict()), facts
 
 
 def at_size(backbone: Any, size: int) -> nn.Module:
@@ -213,9 +225,12 @@ def at_size(backbone: Any, size: int) -> nn.Module:
     config.image_size = size
     side = size // _check_grid(family, config)
     state = backbone.state_dict()
-    name = f"{family.stem}.position_embeddings"
-    if name in state:
-        state[name] = interpolate_positions(state[name], family.tokens, side, family.antialias)
+    positions = state.get(family.positions)
+    if positions is not None:
+        resized_positions = interpolate_positions(
+            positions.view(1, *positions.shape[-2:]), family.tokens, side, family.antialias
+        )
+        state[family.positions] = resized_positions.view(*positions.shape[:-2], *resized_positions.shape[-2:])
     resized = _construct(type(backbone), config, 0)
     resized.load_state_dict(state)
     return resized
@@ -234,7 +249,7 @@ def _check_grid(family: Family, config: Any) -> int:
             image_size=config.image_size,
             patch=patch,
         )
-    if family.pool is mean_token:
+    if hasattr(config, "window_size"):
         smallest = config.window_size * patch * 2 ** (len(config.depths) - 1)
         if config.image_size < smallest:
             raise FedgraftError(

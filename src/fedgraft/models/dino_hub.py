@@ -1,6 +1,8 @@
 """Read weights under the names of the original DINO release (Caron et al. 2021, torch.hub).
 
-The release has Q, K and V in one matrix; `from_dino` translates its names to the backbone's own.
+The release has Q, K and V in one matrix; `from_dino` translates its names to the backbone's own. Its files are pickled
+(`dino_deitsmall16_pretrain.pth`, and the full checkpoint with student and teacher): `converted` reads one with torch's
+`weights_only`, which builds tensors and runs no code, and writes the same tensors as safetensors beside it, once.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.store import write_atomic
 
 _OUTSIDE_BLOCKS = {
     "cls_token": "embeddings.cls_token",
@@ -46,19 +50,61 @@ def from_dino(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return translated
 
 
-def load_dino(path: Path) -> Any:
-    """Return a ViT from a safetensors file with DINO's names.
+def converted(path: Path) -> Path:
+    """Return the safetensors file beside a `.pth` file of the release; it is written if it is not there yet.
 
-    Its width, depth and patch follow from the shapes of the weights, with 64 numbers per attention head.
+    A full checkpoint gives its teacher, whose weights the authors publish. Names and shapes are checked before
+    anything is written.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-    from transformers import ViTConfig, ViTModel
-
-    from fedgraft.models.quiet import drawn_from, quiet
+    target = path.with_suffix(".safetensors")
+    if target.is_file() and target.stat().st_mtime >= path.stat().st_mtime:
+        return target
+    state = _unpickled(path)
+    if isinstance(state.get("teacher"), Mapping):
+        state = state["teacher"]
+    tensors = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise _other_tensors(str(path), f"{name!r} is no tensor")
+        tensors[str(name)] = tensor.detach().contiguous().clone()
+    vit_of(tensors, str(path))
+    from safetensors.torch import save
 
     try:
-        state = from_dino(load_file(path))
+        write_atomic(target, [save(tensors)])
+    except OSError as error:
+        raise FedgraftError(
+            "E-MODELS-DINO-CONVERT",
+            f"{target} could not be written ({error.strerror})",
+            "copy the file into a folder of your own and give that",
+            path=str(target),
+        ) from error
+    return target
+
+
+def _unpickled(path: Path) -> Mapping[str, Any]:
+    """Return the table of tensors in a pickled file, read without running any code in it."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a pickle may be damaged, or ask for code, in any way
+        raise FedgraftError(
+            "E-MODELS-DINO-PICKLE",
+            f"{path} is not a file of tensors that can be read without running code in it",
+            "give the release's file of weights, for example dino_deitsmall16_pretrain.pth",
+            path=str(path),
+        ) from error
+    if not isinstance(content, Mapping):
+        raise _other_tensors(str(path), "it holds no table of tensors")
+    return content
+
+
+def load_dino(path: Path) -> Any:
+    """Return a ViT from a safetensors file with DINO's names."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        state = load_file(path)
     except SafetensorError as error:
         raise FedgraftError(
             "E-MODELS-DINO-UNREADABLE",
@@ -66,6 +112,25 @@ def load_dino(path: Path) -> Any:
             "fetch it again",
             path=str(path),
         ) from error
+    return vit_of(state, str(path))
+
+
+def has_dino_names(state: Mapping[str, Tensor]) -> bool:
+    """Return whether these tensors have the names of the release, as a module of torch.hub has."""
+    return {"cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.attn.qkv.weight"} <= state.keys()
+
+
+def vit_of(state: Mapping[str, Tensor], where: str) -> Any:
+    """Return a ViT with these weights, which have the release's names.
+
+    Its width, depth and patch follow from the shapes of the weights, with 64 numbers per attention head. `where` names
+    their source in errors.
+    """
+    from transformers import ViTConfig, ViTModel
+
+    from fedgraft.models.quiet import drawn_from, quiet
+
+    state = from_dino(state)
     try:
         config = ViTConfig(**_vit_shape(state), layer_norm_eps=1e-6)  # the release's own epsilon
         config._attn_implementation = "eager"
@@ -73,13 +138,18 @@ def load_dino(path: Path) -> Any:
             backbone = ViTModel(config, add_pooling_layer=False)
         backbone.load_state_dict(state)
     except (KeyError, RuntimeError, ValueError) as error:
-        raise FedgraftError(
-            "E-MODELS-DINO-TENSORS",
-            f"the tensors in {path} are not those of one DINO ViT ({type(error).__name__})",
-            "give weights under the release's own names",
-            path=str(path),
-        ) from error
+        raise _other_tensors(where, type(error).__name__) from error
     return backbone
+
+
+def _other_tensors(where: str, reason: str) -> FedgraftError:
+    """Return the error for tensors that are not those of a DINO ViT; `where` names their source."""
+    return FedgraftError(
+        "E-MODELS-DINO-TENSORS",
+        f"the tensors in {where} are not those of one DINO ViT ({reason})",
+        "give weights under the release's own names",
+        path=where,
+    )
 
 
 def _translated_name(name: str, block: re.Match[str] | None) -> str:

@@ -1,7 +1,8 @@
 """Write a network as a `transformers` folder that `AutoModelForImageClassification.from_pretrained` loads.
 
 The folder appears at once and complete, and only after its content gave the network's own logits. Networks with the
-small-image ResNet stem bring their code along (`trust_remote_code=True`); all others need none.
+small-image ResNet stem and vision towers (CLIP, SigLIP, DINOv3) bring their code along (`trust_remote_code=True`); all
+others need none.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import nn
 from fedgraft.core.device import Device, fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import torch_stream
+from fedgraft.models.families import FAMILIES
 from fedgraft.models.network import VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
 from fedgraft.models.small import SmallConfig
@@ -37,8 +39,8 @@ def export_model(
     with atomic_folder(Path(folder)) as new_folder:
         with quiet():
             classifier.save_pretrained(new_folder)
-        if hasattr(classifier.config, "auto_map"):
-            shutil.copy(Path(__file__).with_name("cifar_resnet.py"), new_folder)
+        for code in getattr(classifier.config, "auto_map", {}).values():
+            shutil.copy(Path(__file__).with_name(f"{code.partition('.')[0]}.py"), new_folder)
         write_preprocessor_and_card(new_folder, preprocessor, card)
     return Path(folder)
 
@@ -161,6 +163,14 @@ def _empty_classifier(config: Any) -> Any:
 
         config.auto_map = {"AutoModelForImageClassification": "cifar_resnet.CifarResNetForImageClassification"}
         return CifarResNetForImageClassification(config)
+    family = FAMILIES.get(config.model_type)
+    if family is not None and family.tower:
+        from fedgraft.models.vision_tower import CLASSIFIERS
+
+        classifier = CLASSIFIERS[config.model_type]
+        config.auto_map = {"AutoModelForImageClassification": f"vision_tower.{classifier.__name__}"}
+        config.exported_as = "vision tower"
+        return classifier(config)
     try:
         return AutoModelForImageClassification.from_config(config)
     except ValueError as error:

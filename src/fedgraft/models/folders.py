@@ -18,11 +18,17 @@ from fedgraft.models.families import FAMILIES
 from fedgraft.models.network import IMAGENET_MEAN, IMAGENET_STD
 from fedgraft.models.quiet import drawn_from, quiet
 
-_RANDOM_OPTIONS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+_RANDOM_OPTIONS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "drop_path_rate")
 """Options of a configuration that make a backbone random; dropout has one place, before the head."""
+_RANDOM_POSITIONS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
+"""Options by which DINOv3 moves its positions at random in training."""
+TWO_TOWERS = {"clip_vision_model": "CLIPVisionModel", "siglip_vision_model": "SiglipVisionModel"}
+"""The classes of vision towers, by the type of their configuration, in models of images and texts."""
 _FETCHED_FILES = ("config.json", "preprocessor_config.json", "README.md", "*.safetensors", "*.safetensors.index.json")
 _DEFAULT_SIZE = 224
 
+EXPORTED = "model"
+"""The folder inside that of a run with its adapted model, where another run begins with it."""
 StoredHead = tuple[Tensor, Tensor] | None
 """Weight and bias of a stored head, or None."""
 
@@ -36,13 +42,28 @@ class SourceFacts:
     preprocessor: Mapping[str, Any] | None = None
     stored: bool = False
     """Whether the weights lie in a folder of the user's or on the Hub, where transformers finds them."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes of the stored head, in the order of its outputs; empty if it does not name them."""
 
 
 def locate(name: str) -> Path:
     """Return the folder or file of a name: a local path, or a Hub repository `owner/name[@revision]`, fetched."""
     path = Path(name).expanduser()
+    if (path / "run.json").is_file():  # a run's folder: its adapted model lies inside, once it is exported
+        path = path / EXPORTED
+        if not path.is_dir():
+            raise FedgraftError(
+                "E-MODELS-RUN",
+                f"{name} is the folder of a run, and its adapted model is not exported yet",
+                f"fedgraft export {name} {path}",
+                name=name,
+            )
     if path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
         return path
+    if path.is_file() and path.suffix in (".pth", ".pt"):
+        from fedgraft.models.dino_hub import converted
+
+        return converted(path)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name) or name.startswith((".", "/")):
         raise FedgraftError(
             "E-MODELS-UNKNOWN",
@@ -80,11 +101,20 @@ def _fetch(name: str) -> Path:
         raise FedgraftError(
             "E-MODELS-HUB-PICKLED",
             f"the Hub's {name!r} has no safetensors weights, and pickled ones are not read",
-            f"choose a revision that has them ({owner_name}@refs/pr/NUMBER), or convert a copy you trust and give its "
-            "folder",
+            f"choose a revision that has them ({owner_name}@refs/pr/NUMBER), or convert it once, if you trust it, and "
+            f"give the new folder: {_conversion_command(owner_name)}",
             name=name,
         )
     return folder
+
+
+def _conversion_command(owner_name: str) -> str:
+    """Return the command that writes a Hub repository's weights as safetensors into a folder of its name."""
+    folder = owner_name.rpartition("/")[2]
+    return (
+        'python -c "from transformers import AutoModel; '
+        f"AutoModel.from_pretrained('{owner_name}').save_pretrained('{folder}')\""
+    )
 
 
 def load_backbone(source: Path) -> nn.Module:
@@ -98,6 +128,15 @@ def load_backbone(source: Path) -> nn.Module:
     from transformers import AutoModel
 
     kind: Any = AutoModel
+    if f"{config.model_type}_vision_model" in TWO_TOWERS:  # only the tower for images is a backbone
+        import transformers
+
+        config = without_randomness(config.vision_config)
+        kind = getattr(transformers, TWO_TOWERS[config.model_type])
+    if getattr(config, "exported_as", None) == "vision tower":
+        from fedgraft.models.vision_tower import CLASSIFIERS
+
+        kind = CLASSIFIERS[config.model_type]
     options = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
     if getattr(config, "stem", None) == "cifar":
         from fedgraft.models.cifar_resnet import CifarResNetModel as kind
@@ -115,6 +154,8 @@ def load_backbone(source: Path) -> nn.Module:
             "fetch the folder again",
             path=str(source),
         ) from error
+    if getattr(config, "exported_as", None) == "vision tower":
+        backbone = backbone.tower
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise FedgraftError(
@@ -167,7 +208,30 @@ def folder_facts(source: Path, name: str) -> SourceFacts:
     public_name = name
     if Path(name).expanduser().exists():
         public_name = source.resolve().name
-    return SourceFacts(public_name, _licence(source / "README.md"), preprocessor, stored=source.is_dir())
+    licence = _licence(source / "README.md")
+    return SourceFacts(public_name, licence, preprocessor, source.is_dir(), _stored_class_names(source))
+
+
+def _stored_class_names(source: Path) -> tuple[str, ...]:
+    """Return the names that a folder's config.json gives to its outputs, in their order; empty if it names none.
+
+    `LABEL_0`, `LABEL_1`, ... are transformers' words for outputs without names.
+    """
+    path = source / "config.json"
+    if not path.is_file():
+        return ()
+    return class_names_in(read_json(path).get("id2label"))
+
+
+def class_names_in(id2label: Any) -> tuple[str, ...]:
+    """Return the names in a table of a transformers configuration, by number; empty if it names no outputs."""
+    if not isinstance(id2label, Mapping):
+        return ()
+    names = {int(number): str(name) for number, name in id2label.items() if str(number).isdecimal()}
+    ordered = [names.get(number, "") for number in range(len(names))]
+    if "" in ordered or all(re.fullmatch(r"LABEL_\d+", name) for name in ordered):
+        return ()
+    return tuple(ordered)
 
 
 def _licence(card: Path) -> str:
@@ -279,6 +343,9 @@ def without_randomness(config: Any) -> Any:
     for key in _RANDOM_OPTIONS:
         if hasattr(config, key):
             setattr(config, key, 0.0)
+    for key in _RANDOM_POSITIONS:
+        if hasattr(config, key):
+            setattr(config, key, None)
     return config
 
 

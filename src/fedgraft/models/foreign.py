@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import torch_stream
+from fedgraft.models.dino_hub import has_dino_names
 from fedgraft.models.hooked import Hooked, block_of_modules, pooled_output
 from fedgraft.models.network import IMAGENET_MEAN, IMAGENET_STD, Dropout, VisionNetwork, linear_layer
 from fedgraft.models.quiet import drawn_from
@@ -76,6 +77,13 @@ def _detach_head(net: nn.Module, path: str) -> nn.Linear:
     """Return the linear layer at a path and put an identity in its place; changes `net`."""
     head = dict(net.named_modules()).get(path)
     if not isinstance(head, nn.Linear):
+        if has_dino_names(net.state_dict()):
+            raise FedgraftError(
+                "E-MODELS-HEADLESS",
+                f"this {type(net).__name__} is a DINO backbone, which has no head",
+                "give it to fg.model(net), which adds one",
+                head=path,
+            )
         linear_layers = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
         hint = "give a module with a linear layer, since it has none"
         if linear_layers:

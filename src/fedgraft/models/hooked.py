@@ -38,6 +38,7 @@ class Hooked:
     head: str = ""
     """Path of the head in the owner's module."""
     inner: bool = False
+    attention: str = ""
     square: bool = False
 
     def blocks_of(self, backbone: nn.Module) -> Sequence[nn.Module]:

@@ -37,7 +37,6 @@ _SETTINGS = (
     "downsample_in_bottleneck",
 )
 """Settings that change what a network computes without showing in its shapes."""
-_PROBED_PARTS = {None: "", "attention": "attention.o_proj", "mlp": "mlp"}
 """The submodule of a ViT block behind each suffix of a probe name."""
 
 
@@ -101,8 +100,12 @@ class VisionNetwork(nn.Module):
         """Where the weights come from: a name, never a path."""
         self.licence = ""
         """The licence of the weights, if their card names one."""
+        self.amp: str | None = None
+        """The precision of passes without gradients (`float16`, `bfloat16`); None: float32. It does not train in it."""
         self.stored = False
         """Whether the weights lie in a folder or on the Hub."""
+        self.class_names: tuple[str, ...] = ()
+        """Names of the classes of a stored head, in the order of its outputs; empty if it names none."""
         self.cut: Family | Hooked = _cut_of(self.config)
         if cut is not None:
             self.cut = cut
@@ -141,6 +144,40 @@ class VisionNetwork(nn.Module):
         network = copy.deepcopy(self)
         network.head = draw_head(self.width, classes, seed).train(self.head.training)
         network.classes = classes
+        return network
+
+    def with_own_head(self, names: Sequence[str]) -> VisionNetwork:
+        """Return a copy that keeps its head, with its outputs in the order of these classes.
+
+        A head that names its classes is matched by name. One that does not is taken as it is, if the number is right.
+        """
+        if not self.classes:
+            raise FedgraftError(
+                "E-MODELS-NO-HEAD",
+                f"the network {self.source!r} has no stored head to begin with",
+                "leave model.head out, or give a folder that holds one",
+                name=self.source,
+            )
+        missing = sorted(set(names) - set(self.class_names))
+        if len(names) != self.classes or (self.class_names and missing):
+            reason = f"{self.classes} classes, and the data have {len(names)}"
+            if self.class_names and missing:
+                reason = f"no class {missing[0]!r}"
+            raise FedgraftError(
+                "E-MODELS-HEAD-CLASSES",
+                f"the head stored with {self.source!r} has {reason}",
+                "leave model.head out for a new head, or rename the data's classes with data.class_map",
+                name=self.source,
+                classes=self.classes,
+                missing=tuple(missing),
+            )
+        network = copy.deepcopy(self)
+        if self.class_names:
+            order = torch.tensor([self.class_names.index(name) for name in names])
+            with torch.no_grad():
+                network.head.weight.copy_(self.head.weight[order])
+                network.head.bias.copy_(self.head.bias[order])
+            network.class_names = tuple(names)
         return network
 
     def forward(self, inputs: Tensor, entry: int = 0) -> Tensor:
@@ -230,8 +267,8 @@ class VisionNetwork(nn.Module):
         match = re.fullmatch(r"block(\d+)(?:\.(attention|mlp))?", name)
         if match is not None:
             block = int(match[1])
-            part = _PROBED_PARTS[match[2]]
-            if block < len(self.blocks) and (not part or self.cut.inner):
+            part = {None: "", "attention": self.cut.attention, "mlp": "mlp"}[match[2]]
+            if block < len(self.blocks) and (match[2] is None or self.cut.inner):
                 return self.blocks[block].get_submodule(part)
         example = ", ".join(self.default_probe_layers()) or "none"
         raise FedgraftError(

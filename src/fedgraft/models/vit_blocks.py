@@ -11,6 +11,8 @@ In training (wherever gradients are recorded) a block is computed here:
 These are the block's own sums in another order, the same within rounding. A module that is not called has no hooks
 called either: where a layer that would be skipped has hooks, or is no plain linear layer (an adapter), the modules run
 as they are. So they do without gradients, so that the bits of cached features do not depend on this module.
+
+Layers of several clients (`packed_layers`) are computed in the same order, with a product for each client.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear
+
+from fedgraft.models.packed_layers import PackedLinear, PackedNorm, by_token, packed_product
 
 
 def tokens_of(block: Any, hidden: Tensor) -> Tensor:
@@ -33,12 +37,21 @@ def tokens_of(block: Any, hidden: Tensor) -> Tensor:
     if not _has_no_hooks(block, attention) or not _can_be_one_product(attention):
         return block(hidden)
     folded = not hidden.requires_grad and norm.weight.requires_grad and _has_no_hooks(norm)
+    if type(attention.q_proj) is PackedLinear:
+        projected = _packed_projections(attention, norm, hidden, folded)
+        return _after_projection(block, hidden, projected)
     weight, bias = _joined_projections(attention)
     if folded:
         bias = bias + (weight * norm.bias).sum(1)
         projected = linear(layer_norm(hidden, norm.normalized_shape, eps=norm.eps), weight * norm.weight, bias)
     else:
         projected = linear(norm(hidden), weight, bias)
+    return _after_projection(block, hidden, projected)
+
+
+def _after_projection(block: Any, hidden: Tensor, projected: Tensor) -> Tensor:
+    """Return the output of a block from its input (B, T, D) and its queries, keys and values (B, T, 3 D)."""
+    attention = block.attention
     shares = projected.unflatten(-1, (3, -1, attention.head_dim))  # (B, T, 3, heads, head_dim)
     query, key, value = shares.permute(2, 0, 3, 1, 4).contiguous().unbind(0)  # (B, heads, T, head_dim)
     mixed = (query @ key.transpose(-1, -2)).softmax(-1) @ value
@@ -49,6 +62,10 @@ def tokens_of(block: Any, hidden: Tensor) -> Tensor:
 def class_token_of(block: Any, hidden: Tensor) -> Tensor:
     """Return the output of a block for the class token alone (B, 1, D), the only one read after the last block."""
     attention = block.attention
+    if torch.is_grad_enabled() and _are_packed(attention.q_proj, attention.k_proj, attention.v_proj):
+        mixed = _packed_attention(attention, block.layernorm_before, hidden)
+        token = hidden[:, :1] + attention.o_proj(mixed.unsqueeze(1))
+        return token + block.mlp(block.layernorm_after(token))
     normed = block.layernorm_before(hidden)
     query = attention.q_proj(normed[:, :1].contiguous()).unflatten(-1, (-1, attention.head_dim))  # (B, 1, heads, ...)
     if torch.is_grad_enabled() and _are_plain_linear(attention.k_proj, attention.v_proj):
@@ -93,6 +110,66 @@ def _attend_by_tokens(attention: Any, query: Tensor, normed: Tensor) -> Tensor:
     return mixed + attention.v_proj.bias
 
 
+def _packed_attention(attention: Any, norm: nn.Module, hidden: Tensor) -> Tensor:
+    """Return what `_attend_by_tokens` returns, for c clients with weights of their own: (c * b, heads * head_dim).
+
+    `norm` is the block's first norm, `hidden` are the tokens that it reads (c * b, T, D). A packed norm's weight and
+    bias are put on the query and on the mean of the tokens, which are small, instead of on every token.
+    """
+    clients = attention.q_proj.clients
+    head_dim = attention.head_dim
+    if isinstance(norm, PackedNorm):
+        tokens = norm.normalised(hidden)
+        first = norm.scaled(tokens[:, :1].contiguous())
+    else:
+        tokens = norm(hidden)
+        first = tokens[:, :1].contiguous()
+    query = attention.q_proj(first).view(clients, -1, first.shape[-1]) * attention.scaling
+    query = query.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # (c, heads, b, head_dim)
+    towards = query @ attention.k_proj.weight.unflatten(1, (-1, head_dim))  # (c, heads, b, D)
+    offset = query.new_zeros(())
+    if attention.k_proj.bias is not None:
+        key_bias = attention.k_proj.bias.expand(clients, -1).unflatten(-1, (-1, 1, head_dim))  # (c, heads, 1, head_dim)
+        offset = (query * key_bias).sum(-1)  # (c, heads, b)
+    if isinstance(norm, PackedNorm):
+        offset = offset + (towards * by_token(norm.bias).unsqueeze(-2)).sum(-1)
+        towards = towards * by_token(norm.weight).unsqueeze(-2)
+    scores = towards.transpose(1, 2).flatten(0, 1) @ tokens.transpose(1, 2)  # (c * b, heads, T)
+    if offset.dim():
+        scores = scores + offset.transpose(1, 2).flatten(0, 1).unsqueeze(-1)
+    mean = (scores.softmax(-1) @ tokens).unflatten(0, (clients, -1)).transpose(1, 2)  # (c, heads, b, D)
+    if isinstance(norm, PackedNorm):
+        mean = torch.addcmul(by_token(norm.bias).unsqueeze(-2), mean, by_token(norm.weight).unsqueeze(-2))
+    value = attention.v_proj.weight.unflatten(1, (-1, head_dim)).transpose(2, 3)  # (c, heads, D, head_dim)
+    mixed = (mean @ value).transpose(1, 2).flatten(2)  # (c, b, heads * head_dim)
+    if attention.v_proj.bias is not None:
+        mixed = mixed + by_token(attention.v_proj.bias)
+    return mixed.flatten(0, 1)
+
+
+def _packed_projections(attention: Any, norm: nn.Module, hidden: Tensor, folded: bool) -> Tensor:
+    """Return queries (scaled), keys and values of c clients as one product, (c * b, T, 3 D).
+
+    `folded`: the weights of the norm are put into the product, as in `tokens_of`.
+    """
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    clients = attention.q_proj.clients
+    weights = []
+    biases = []
+    for layer, factor in zip(layers, (attention.scaling, 1.0, 1.0), strict=True):
+        weights.append(layer.weight * factor)
+        bias = layer.bias
+        if bias is None:
+            bias = layer.weight.new_zeros(layer.weight.shape[1])
+        biases.append(bias.expand(clients, -1) * factor)
+    weight = torch.cat(weights, 1)  # (c, 3 D, D)
+    all_biases = torch.cat(biases, 1)  # (c, 3 D)
+    if not folded or not isinstance(norm, PackedNorm):
+        return packed_product(clients, norm(hidden), weight, all_biases)
+    all_biases = all_biases + (weight * by_token(norm.bias)).sum(2)
+    return packed_product(clients, norm.normalised(hidden), weight * by_token(norm.weight), all_biases)
+
+
 def _joined_projections(attention: Any) -> tuple[Tensor, Tensor]:
     """Return weights (3 D, D) and biases (3 D,) of query, key and value, the query's scaled."""
     query = attention.q_proj
@@ -110,7 +187,14 @@ def _can_be_one_product(attention: Any) -> bool:
     Where only some train, one product would compute the weight gradients of the others for nothing.
     """
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    if _are_packed(*layers):
+        return True
     return _are_plain_linear(*layers) and len({layer.weight.requires_grad for layer in layers}) == 1
+
+
+def _are_packed(*layers: nn.Module) -> bool:
+    """Return whether all layers have a weight for each client."""
+    return all(type(layer) is PackedLinear and layer.weight.dim() == 3 for layer in layers)
 
 
 def _are_plain_linear(*layers: nn.Module) -> bool:

@@ -358,6 +358,7 @@ class Private(Clear):
     dp: DifferentialPrivacy
     name: ClassVar[str] = "differential privacy"
     instead: ClassVar[str] = "no privacy.dp"
+    requires: ClassVar[Capabilities] = frozenset({Capability.SAME_START})  # the account is of synchronous rounds
     provides: ClassVar[Capabilities] = NOTHING  # a client sends its clipped update and nothing else
 
     drops_outliers = False  # everything is clipped
@@ -401,7 +402,7 @@ class SecureAndPrivate(Private):
 
     name: ClassVar[str] = "secure aggregation with differential privacy"
     instead: ClassVar[str] = "privacy.aggregation='clear' and no privacy.dp"
-    requires: ClassVar[Capabilities] = frozenset({Capability.SEPARATE_CLIENTS})
+    requires: ClassVar[Capabilities] = frozenset({Capability.SEPARATE_CLIENTS, Capability.SAME_START})
     collects_sum = True
 
     def sum_capacity(self) -> int | None:

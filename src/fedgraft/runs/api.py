@@ -28,6 +28,7 @@ from fedgraft.core.code_identity import digest_of
 from fedgraft.core.device import choose_devices
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.network_digest import digest
+from fedgraft.core.state import Schedule
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.partition import given as partition_of_datasets
 from fedgraft.data.sources import Dataset
@@ -168,6 +169,7 @@ def run(
     callbacks: Sequence[Callback] = (),
     progress: Progress | None = None,
     augment: Sequence[str] = (),
+    schedule: Schedule | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Result:
     """Adapt the model to the clients' data. `options` are tables of the config, an underscore where the name is taken:
@@ -182,8 +184,9 @@ def run(
 
     `seed`, `engine` and `workers` are the config's options of these names: `engine="auto"` trains all clients in one
     product where only a linear head is trained; `workers` is a number of processes, and with 0 a rule chooses it.
-    `augment` names training transforms in their order (`flip`, `crop`, ...), as `data.augment` does. `progress` takes
-    the place of the display on the terminal.
+    `augment` names training transforms in their order (`flip`, `crop`, ...), as `data.augment` does. `schedule` is the
+    table of the config (`{"kind": "cosine"}`), or a function `rate(round, rounds, validation_losses)` of your own that
+    returns the learning rate of a round, counted from 0. `progress` takes the place of the display on the terminal.
     """
     if isinstance(algorithm, RunParts):
         parts = algorithm
@@ -191,17 +194,24 @@ def run(
         return _run_parts(parts, Path(folder or default_folder), progress, callbacks, None)
     data = _clients(clients)
     network = fedgraft.models.model(source_for_data(model, data.dataset), seed=seed)
+    own_schedule: Schedule | None = None
+    if callable(schedule):
+        own_schedule = schedule
+    elif schedule is not None:
+        options["schedule"] = schedule
     config = _config(algorithm, data, rounds, seed, engine, workers, options)
     config = with_closed_form_head(config, algorithm)
 
     def make_network() -> VisionNetwork:
         """Return the network as the run begins with it."""
+        if config.head == "stored":
+            return network.with_own_head(data.dataset.classes)
         return network.with_head(data.classes, seed)
 
     fitted = network
-    if network.classes != data.classes:
+    if config.head == "stored" or network.classes != data.classes:
         fitted = make_network()
-    parts = _parts(algorithm, fitted, data, config, augment)
+    parts = _parts(algorithm, fitted, data, config, augment, own_schedule)
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="fedgraft-")) / "run"
     return _run_parts(parts, Path(folder), progress, callbacks, make_network)
@@ -225,18 +235,27 @@ def _clients(clients: FederatedData | Sequence[Any] | None) -> FederatedData:
 
 
 def _parts(
-    algorithm: Algorithm, network: VisionNetwork, data: FederatedData, config: Config, augment: Sequence[str]
+    algorithm: Algorithm,
+    network: VisionNetwork,
+    data: FederatedData,
+    config: Config,
+    augment: Sequence[str],
+    schedule: Schedule | None,
 ) -> RunParts:
     """Return the parts of a run from objects; their identity is a digest of all of them.
 
-    The network is copied, so that the caller's is not changed. `augment` names training transforms.
+    The network is copied, so that the caller's is not changed. `augment` names training transforms. `schedule` is the
+    user's own, None: that of the config.
     """
     network = copy.deepcopy(network).place(choose_devices(config.device).first)  # the caller's network is not changed
     algorithm.trainable.check(network)
     transform = transform_for(network, config, augment)
-    identity = "objects-" + digest_of(config.digest, digest(network), *data.identity, transform.digest, algorithm)
+    described = [config.digest, digest(network), *data.identity, transform.digest, algorithm]
+    if schedule is not None:
+        described.append(schedule)
+    identity = "objects-" + digest_of(*described)
     task = Task(network, data, transform, "objects")
-    return RunParts(config, algorithm, task, identity, from_objects=True)
+    return RunParts(config, algorithm, task, identity, from_objects=True, schedule=schedule)
 
 
 def _run_parts(

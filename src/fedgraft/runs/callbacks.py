@@ -106,20 +106,24 @@ class PrivacyBudget(Callback):
 
 
 class Checkpoints(Callback):
-    """Calls `save` every few rounds, at the last round, and whenever the model is the best so far."""
+    """Calls `save` every few rounds, at the last round, and whenever a measured model is one to keep.
 
-    def __init__(self, save: Callable[[ServerState], None], every: int, last_round: int) -> None:
+    `is_among_best(state)` says whether the model of this round was measured and is among the best so far.
+    """
+
+    def __init__(
+        self,
+        save: Callable[[ServerState], None],
+        every: int,
+        last_round: int,
+        is_among_best: Callable[[ServerState], bool],
+    ) -> None:
         self.save = save
         self.every = every
         self.last_round = last_round
-        self.best_round = -1
-
-    def on_evaluation(self, line: Mapping[str, Any], state: ServerState, best: Best) -> None:
-        """Remember which round is the best."""
-        self.best_round = best.round
+        self.is_among_best = is_among_best
 
     def on_round_committed(self, state: ServerState) -> None:
         """Save the state if it is due."""
-        is_best = self.best_round == state.round
-        if state.round == self.last_round or state.round % self.every == 0 or is_best:
+        if state.round == self.last_round or state.round % self.every == 0 or self.is_among_best(state):
             self.save(state)

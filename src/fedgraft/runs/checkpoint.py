@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"round-(\d{8,})-([0-9a-f]{32})\.safetensors")
 KEEP_LAST = 5
 KEEP_BEST = 3
-"""Checkpoints of a run that are kept: so many of the latest and of the best."""
+"""Checkpoints of a run that are kept unless its config says otherwise: so many of the latest and of the best."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -193,11 +193,22 @@ def _header(data: bytes) -> dict[str, Any]:
     return {"round": header["round"], "best": header["best"], "meta": dict(header["meta"])}
 
 
-def _stored_score(path: Path) -> float | None:
-    """Return the validation score `best` of a checkpoint from its header alone; None where there is none to be read.
+def is_among_best(folder: Path, round: int, score: float, keep_best: int) -> bool:
+    """Return whether a model after `round` with this validation score is one of the best `keep_best` so far.
 
-    A run stores it only with a model that is the best so far.
+    It is compared with the checkpoints of earlier rounds in `folder`; of equals the earlier counts as better.
     """
+    earlier = [path for path in listing(folder) if _round(path) < round]
+    better = 0
+    for path in earlier:
+        other = _stored_score(path)
+        if other is not None and other >= score:
+            better += 1
+    return better < keep_best
+
+
+def _stored_score(path: Path) -> float | None:
+    """Return the validation score of a checkpoint's model from its header alone; None where it was not measured."""
     try:
         with path.open("rb") as file:
             start = file.read(8)

@@ -16,9 +16,11 @@ from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.device import Device
 from fedgraft.core.messages import Request, Response
 from fedgraft.engines.batched import Batched, batching_obstacle
-from fedgraft.engines.choice import Choice, Wanted, choose_engine
+from fedgraft.engines.choice import NO_PACKS, Choice, Packing, Wanted, choose_engine
 from fedgraft.engines.in_process import InProcess
+from fedgraft.engines.packed import Packed, packing_obstacle
 from fedgraft.engines.pool import Pool
+from fedgraft.local.forward_memory import clients_at_once
 from fedgraft.runs.setup import RunSetup
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.secure_sum import Sums
@@ -38,7 +40,7 @@ class Remote(Protocol):
     def exchange(self, requests: Sequence[Request]) -> Iterable[Response | tuple[int, Response | bytes | str]]: ...
 
 
-AnyEngine = InProcess | Pool | Batched | Remote
+AnyEngine = InProcess | Pool | Batched | Packed | Remote
 
 
 class Engines:
@@ -59,8 +61,8 @@ class Engines:
         """Return a new engine for the rounds, where all clients are on this machine; log which one and why."""
         choice = self.choice(algorithm, context)
         name = "reference"
-        if choice.mode == "batched":
-            name = "batched"
+        if choice.mode in ("batched", "packed"):
+            name = choice.mode
         log.info("engine: %s, %s", name, choice.why)
         return self._make(algorithm, context)
 
@@ -72,6 +74,8 @@ class Engines:
         choice = self.choice(algorithm, context, preparing)
         if choice.mode == "batched":
             return Batched(algorithm, context)
+        if choice.mode == "packed":
+            return Packed(algorithm, context, choice.pack, choice.workers)
         if choice.mode == "in_process":
             return InProcess(algorithm, context)
         pool = Pool(algorithm, context, choice.workers, self.setup.config.rounds.deadline, self.setup.devices.all)
@@ -97,7 +101,20 @@ class Engines:
         accelerators = 0
         if not Device.of(network).is_host:
             accelerators = len(self.setup.devices.all)
-        return choose_engine(wanted, config.workers, obstacle, work, accelerators, self.setup.federation.per_round)
+        packing = NO_PACKS
+        if wanted == "auto" and obstacle is not None and config.pack != "off":
+            packing = self._packing(algorithm, context)
+        per_round = self.setup.federation.per_round
+        return choose_engine(wanted, config.workers, obstacle, work, accelerators, per_round, packing)
+
+    def _packing(self, algorithm: Algorithm, context: ClientContext) -> Packing:
+        """Return whether clients of this context can be packed, and how many the device's memory holds."""
+        batch = min(algorithm.local.batch_size, self.setup.task.data.largest)
+        parameters = 0
+        for part in context.space.parts:
+            parameters += part.numel  # of a mask the whole tensor is stacked
+        fitting = clients_at_once(context.network, context.examples.entry, batch, parameters)
+        return Packing(self.setup.config.pack, packing_obstacle(algorithm, context), fitting)
 
     def _work(self, algorithm: Algorithm, context: ClientContext) -> float:
         """Return the least multiply-adds of a round: each image is multiplied with every weight behind its entry."""

@@ -114,7 +114,7 @@ def estimate_run(setup: RunSetup, opened: OpenRun, engines: Engines) -> Estimate
         costs = _measure_steps(setup, opened)
     choice = engines.choice(setup.algorithm, opened.context)
     processes = max(1, choice.workers)
-    batch = min(setup.algorithm.local.batch_size, setup.task.data.largest)
+    batch = choice.pack * min(setup.algorithm.local.batch_size, setup.task.data.largest)
     # Before the first round all images pass the frozen part, on several processes; later every process trains clients.
     per_process = max(
         costs.training_bytes.at(batch),
@@ -133,6 +133,31 @@ def estimate_run(setup: RunSetup, opened: OpenRun, engines: Engines) -> Estimate
     disk = _disk_bytes(setup, opened, costs)
     seconds = _seconds(setup, opened, costs, processes)
     return Estimate(int(host), int(device), disk, seconds)
+
+
+def require_room_for_models(setup: RunSetup, opened: OpenRun, folder: Path) -> None:
+    """Raise an error if the clients' own models cannot fit, which is known before anything is computed.
+
+    A round mixes those of its cohort and writes them piece by piece, so memory holds the cohort's updates.
+    """
+    if not _has_personal_models(setup):
+        return
+    clients = setup.federation.clients
+    each = _vector_bytes(opened)
+    models = f"{clients} personal models of {each / 1e6:,.0f} MB"
+    if clients * each > setup.config.rounds.personal_memory_mb * 1e6:
+        require_disk(clients * each, folder, models)
+    needed = setup.federation.per_round * each + _personal_bytes(setup, opened)
+    available = available_bytes()
+    if needed > available:
+        raise FedgraftError(
+            "E-RUN-MEMORY",
+            f"a round of {setup.federation.per_round} clients among {models} needs at least {needed / 1e9:.1f} GB of "
+            f"memory, and {available / 1e9:.1f} GB are free",
+            "lower rounds.fraction or rounds.personal_memory_mb, or train less (trainable.kind=lora, last_blocks)",
+            needed=needed,
+            available=available,
+        )
 
 
 def require_room(estimate: Estimate, folder: Path) -> None:
@@ -240,7 +265,7 @@ def _measure_forward(
     network = setup.task.network
 
     def forward(images: Tensor) -> Tensor:
-        return evaluate_batch(network, images, lambda x: network.features(x, first, last))
+        return evaluate_batch(network, images, lambda x: network.features(x, first, last).float())
 
     peaks = []
     for count in (FEW, MORE):
@@ -363,7 +388,7 @@ def _feature_bytes(setup: RunSetup, opened: OpenRun) -> int:
     total = 0
     for table, rows in _feature_tables(setup, opened):
         total += 4 * rows * table.cache.views * int(np.prod(table.cache.shape))
-    if setup.config.head != "random":
+    if setup.config.makes_head:
         total += 4 * len(setup.task.data.train_rows) * setup.task.network.width
     return total
 

@@ -134,17 +134,23 @@ class RunFolder(RunRecord):
         self._metrics = os.open(self.metrics_path, os.O_WRONLY | os.O_APPEND)
 
     def save_checkpoint(
-        self, round: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], best: float | None = None
+        self,
+        round: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        best: float | None = None,
+        keep_best: int = 3,
     ) -> Path:
         """Write a checkpoint of the state after a round, bound to this folder's config, and return its path.
 
-        `best` is the score it is ranked by; None: it has none. The metrics are flushed to the disk first.
+        `best` is the score it is ranked by; None: it has none. All but the last few and the best `keep_best` are
+        deleted. The metrics are flushed to the disk first.
         """
         from fedgraft.runs import checkpoint  # torch is not needed to look at a run
 
         self.sync()
         meta = {**meta, "config_digest": self.config_digest}
-        return checkpoint.save(self.checkpoints, round, tensors, meta, best=best)
+        return checkpoint.save(self.checkpoints, round, tensors, meta, best=best, keep_best=keep_best)
 
     def resume(self, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
         """Return the newest good checkpoint, and cut the metrics in the folder back to its round.

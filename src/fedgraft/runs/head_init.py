@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from fedgraft.client.actions import action_named
 from fedgraft.core.capabilities import Capability
-from fedgraft.core.device import Device, fetch
+from fedgraft.core.device import Device, evaluation_precision, fetch, inputs_on, precision_of
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.network_digest import digest
@@ -283,17 +283,19 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
     device = Device.of(network)
     batches = []
     for batch_rows in rows.split(images_at_once(network, examples.entry, 512)):
-        inputs = device.put(examples.batch(batch_rows))
-        batches.append(fetch(network.features(inputs, examples.entry)))
+        inputs = inputs_on(device, examples, batch_rows)
+        with evaluation_precision(network):
+            batches.append(fetch(network.features(inputs, examples.entry).float()))
     return torch.cat(batches)
 
 
 def install_head(setup: RunSetup, engines: Engines) -> InitialModel | None:
     """Make a head from the clients' sums (or take a cached one), write it into the network, and measure it.
 
-    Return its accuracy, loss and traffic; None where the config keeps the random head. Worker processes are ended.
+    Return its accuracy, loss and traffic; None where the config keeps the random or the stored
+    head. Worker processes are ended.
     """
-    if setup.config.head == "random":
+    if not setup.config.makes_head:
         return None
     network = setup.task.network
     scorer = _scorer(setup, engines)
@@ -320,7 +322,7 @@ def _head_recipe(setup: RunSetup) -> list[str]:
     network = setup.task.network
     return [
         "with traffic, one error",
-        *Device.of(setup.task.network).cache_words(),
+        *Device.of(network).cache_words(precision_of(network)),
         setup.config.head,
         model_options,
         setup.config.data.model_dump_json(),

@@ -25,9 +25,9 @@ from fedgraft.local.memory import one_thread
 from fedgraft.report import representation_figures
 from fedgraft.runs import memory_store, personal_store
 from fedgraft.runs.callbacks import Callback, Checkpoints, EarlyStopping, PrivacyBudget, StopRun
-from fedgraft.runs.checkpoint import Checkpoint
+from fedgraft.runs.checkpoint import Checkpoint, is_among_best
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
-from fedgraft.runs.estimate import require_disk
+from fedgraft.runs.estimate import require_room_for_models
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.head_init import InitialModel, install, install_head, own_starts
 from fedgraft.runs.measure import Measure
@@ -41,7 +41,7 @@ from fedgraft.runs.saving import Best, client_stores, pack_run, protection_label
 from fedgraft.runs.secrets import read_or_draw_secret, store_secret, without_cohort_size
 from fedgraft.runs.setup import SECRET_BYTES, RunSetup, setup_of
 from fedgraft.runs.trackers import tracker_named
-from fedgraft.runs.tracking import PhaseFile, PhaseLog, Progress, ProgressDisplay, Silent
+from fedgraft.runs.tracking import PhaseFile, PhaseLog, Progress, ProgressDisplay, RoundLines, Silent
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import sample as server
 from fedgraft.server.round import RoundSummary, run_round
@@ -53,12 +53,19 @@ UNMEASURED = ("E-SERVER-SUM-ABORTED", "E-SERVER-SUM-COHORT")
 
 Build = Callable[[bytes], tuple[RunSetup, Remote | None]]
 """Makes the setup of a run from the run's secret, and the engine of clients on other machines, if they are there."""
+Arrivals = Callable[[int], Sequence[tuple[int, bool]]]
+"""The recorded buffer of a round (from 0): each client in order of arrival, and whether its update was used."""
 Wrap = Callable[[RunSetup, OpenRun, Any], Any]
 """Puts something between the server and its clients, such as attackers: `wrap(setup, opened, engine)`."""
 
 
 def run(
-    config: Config, folder: Path, progress: Progress | None = None, console: bool = True, build: Build | None = None
+    config: Config,
+    folder: Path,
+    progress: Progress | None = None,
+    console: bool = True,
+    build: Build | None = None,
+    arrivals: Arrivals | None = None,
 ) -> dict[str, Any]:
     """Run a config in its folder, from the beginning or from its last good checkpoint; return the summary.
 
@@ -66,9 +73,10 @@ def run(
         progress: a display; None: nothing is shown.
         console: the log also goes to the terminal.
         build: makes the setup, and the engine of clients on other machines; None: all clients are here.
+        arrivals: the order of arrival of a recorded run with buffered rounds, to repeat it.
     """
     make = build or (lambda secret: (setup_of(config, secret=secret), None))
-    done, _ = run_setup(make, folder, config.digest, to_toml(config), progress, console)
+    done, _ = run_setup(make, folder, config.digest, to_toml(config), progress, console, arrivals=arrivals)
     return done
 
 
@@ -81,6 +89,7 @@ def run_setup(
     console: bool = True,
     callbacks: Sequence[Callback] = (),
     wrap: Wrap | None = None,
+    arrivals: Arrivals | None = None,
 ) -> tuple[dict[str, Any], tuple[RunSetup, OpenRun, ServerState] | None]:
     """Run in a folder, or continue there; return the summary, and the open run with its last state.
 
@@ -92,6 +101,7 @@ def run_setup(
         console: the log also goes to the terminal.
         callbacks: the user's.
         wrap: puts something between the server and its clients.
+        arrivals: as for `run`.
 
     The second is None where the run was finished before, so that this call computed nothing.
     """
@@ -119,7 +129,7 @@ def run_setup(
         watchers = watching(PhaseLog(), PhaseFile(folder))
         # Closing the engines ends their workers: none outlives the run.
         with record.writing(console=console), watchers, closing(Engines(setup, remote)) as engines:
-            running = _Run(setup, engines, record, progress or Silent(), callbacks, secret, wrap)
+            running = _Run(setup, engines, record, progress or Silent(), callbacks, secret, wrap, arrivals)
             summary = running.go()
         began = time.perf_counter()
         with phase("figures and report"):
@@ -185,6 +195,7 @@ class _Run:
         callbacks: Sequence[Callback],
         secret: bytes,
         wrap: Wrap | None,
+        arrivals: Arrivals | None,
     ) -> None:
         self.setup = setup
         self.config = setup.config
@@ -193,11 +204,14 @@ class _Run:
         self.remote = engines.remote
         self.secret = secret
         self.wrap = wrap
+        self.arrivals = arrivals
         self.tally = _Tally(Best())
         self.stop: StopRun | None = None
         """Why the run ends before its last round, once a callback has decided that."""
         self.saved_round = -1
         """The round of the last checkpoint."""
+        self.measured: tuple[int, float] | None = None
+        """The last round whose model was measured on validation images in this process, and its score."""
         self.callbacks = self._all_callbacks(progress, callbacks)
         self.phases: dict[str, float] = {}
         """Seconds outside the rounds, since this process began."""
@@ -215,10 +229,11 @@ class _Run:
         return [
             *trackers,
             ProgressDisplay(progress),
+            RoundLines(options.total),
             *callbacks,
             EarlyStopping(options.patience),
             PrivacyBudget(self.setup),
-            Checkpoints(self._save, every, options.total),
+            Checkpoints(self._save, every, options.total, self._is_among_best),
         ]
 
     def go(self) -> dict[str, Any]:
@@ -297,7 +312,7 @@ class _Run:
         has_personal_models = Capability.PERSONAL_MODELS in self.setup.algorithm.provides
         on_disk = has_personal_models and needed > self._limit_in_memory
         if on_disk:
-            require_disk(needed, self.record.path, "the clients' models")
+            require_room_for_models(self.setup, self.opened, self.record.path)
             log.info("the clients' models (%.0f MB) are stored on disk", needed / 1e6)
         starts = own_starts(self.setup, self.engines, self.opened.space, initial)
         return first_models(self.record.path / personal_store.KIND, len(state.vector), starts, on_disk)
@@ -308,6 +323,9 @@ class _Run:
         `saved` are the edit space's tensors in a checkpoint; None in a new run. Remote clients get them in a message.
         """
         self.opened = open_run(self.setup, self.engines, saved)
+        if self.arrivals is not None:
+            server_context = replace(self.opened.server_context, arrivals=self.arrivals)
+            self.opened = replace(self.opened, server_context=server_context)
         self.engine: AnyEngine
         if self.remote is None:
             self.engine = self.engines.training(self.setup.algorithm, self.opened.context)
@@ -383,7 +401,10 @@ class _Run:
         self.tally = replace(self.tally, seconds=self.tally.seconds + time.perf_counter() - began)
         self.record.append(line)
         tensors, _ = to_tensors(new_state, {})
-        self.log.append(line, tensors, updates=summary.digests, protection=protection_label(setup.algorithm))
+        facts: dict[str, Any] = {"updates": summary.digests, "protection": protection_label(setup.algorithm)}
+        if "arrivals" in line:
+            facts["arrivals"] = line["arrivals"]
+        self.log.append(line, tensors, **facts)
         self.stop = _first_stop((callback, callback.on_round_end(line, new_state)) for callback in self.callbacks)
         self._note_unused(summary, line)
         nonfinite = int(sum(line.get("clients", {}).get("nonfinite", ())))
@@ -436,6 +457,7 @@ class _Run:
         line |= self.measure.metrics_entries(measurement)
         best = self.tally.best
         score = self.measure.score(measurement)
+        self.measured = (state.round, score)
         improved = score > best.score + self.config.rounds.min_delta
         stale = 0 if improved else best.stale + 1
         # Under differential privacy nothing is chosen: the account is about the model after the last round.
@@ -496,8 +518,9 @@ class _Run:
         meta |= {"totals": self.tally.totals, "seconds": self.tally.seconds, "unused": self.tally.unused}
         for kind, store in stores.items():
             meta[kind] = store.sealed()
-        score_if_best = best.score if best.round == state.round else None
-        path = self.record.save_checkpoint(state.round, tensors, meta, best=score_if_best)
+        score = self._score_of(state)
+        keep_best = self.config.rounds.keep_best
+        path = self.record.save_checkpoint(state.round, tensors, meta, best=score, keep_best=keep_best)
         self.saved_round = state.round
         for store in stores.values():
             store.release(self.record.checkpoints)
@@ -505,6 +528,23 @@ class _Run:
         self.phases["checkpoints"] = self.phases.get("checkpoints", 0.0) + seconds
         for callback in self.callbacks:
             callback.on_checkpoint(path, state)
+
+    def _score_of(self, state: ServerState) -> float | None:
+        """Return the validation score by which the checkpoint of this state is ranked; None if it was not measured.
+
+        Under differential privacy no round is preferred to another.
+        """
+        if self.measured is None or not self.setup.algorithm.privacy.delivers_best_round:
+            return None
+        round, score = self.measured
+        return score if round == state.round else None
+
+    def _is_among_best(self, state: ServerState) -> bool:
+        """Return whether the model of this state was measured, and is among the best that are to be kept."""
+        score = self._score_of(state)
+        if score is None:
+            return False
+        return is_among_best(self.record.checkpoints, state.round, score, self.config.rounds.keep_best)
 
     def _empty_memories(self) -> MemoryStore:
         """Return the place for what clients remember: in memory, and on disk once it is large."""

@@ -20,7 +20,7 @@ from fedgraft.aggregate.slots import Answers
 from fedgraft.client.actions import action_named
 from fedgraft.client.context import ClientContext, shared_and_private
 from fedgraft.core.capabilities import Capability
-from fedgraft.core.device import Device, fetch
+from fedgraft.core.device import Device, fetch, precision_of
 from fedgraft.core.messages import Request, Scalar
 from fedgraft.core.network_digest import digest
 from fedgraft.core.protocols import Examples
@@ -114,7 +114,7 @@ def open_run(
         ratio = norm_ratio(network, space, task.eval_images, setup.evaluation_rows[:256])
         rate_factor = min(config.trainable.match_norm, ratio)
         log.info("update-norm matching: the learning rate is raised %.2f times", rate_factor)
-    entry = task.entry_for(space.first_block(network), config)
+    entry = task.entry_for(space.first_block(network), config, algorithm.local.mixes)
     validation_rows = task.data.validation_rows
     private_start = None
     if private is not None:
@@ -238,7 +238,7 @@ def calibration_identity(setup: RunSetup) -> list[str]:
     task = setup.task
     return [
         digest(task.network),
-        *Device.of(task.network).cache_words(),
+        *Device.of(task.network).cache_words(precision_of(task.network)),
         *task.data.identity,
         task.transform.digest,
         str(setup.config.seed),

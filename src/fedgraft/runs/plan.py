@@ -23,7 +23,7 @@ from fedgraft.data.sources.assemble import Store
 from fedgraft.edit.sparse import Sparse
 from fedgraft.report.values import clock, size
 from fedgraft.runs.engines import Engines
-from fedgraft.runs.estimate import Estimate, estimate_run, require_room
+from fedgraft.runs.estimate import Estimate, estimate_run, require_room, require_room_for_models
 from fedgraft.runs.open_run import OpenRun, open_run
 from fedgraft.runs.reporting import setup_line
 from fedgraft.runs.setup import SECRET_BYTES, Circumstances, RunParts, RunSetup, parts_from_config
@@ -79,7 +79,9 @@ def plan_run(config: Config) -> list[str]:
         f"bytes: {size(down)} down and {size(up)} up per client and round; {size(down * exchanges)} down and "
         f"{size(up * exchanges)} up in all{_head_bytes(setup)}",
         _device_line(setup, engines, opened),
+        f"engine: {engines.choice(setup.algorithm, opened.context).why}",
     ]
+    require_room_for_models(setup, opened, Path.cwd())
     estimate = estimate_run(setup, opened, engines)
     require_room(estimate, Path.cwd())
     lines += _estimate_lines(estimate)

@@ -115,7 +115,7 @@ class Predictor:
             return []
         pixels = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
         logits = evaluate_batch(self.network, self.transform(pixels), self.network)
-        probabilities = logits.softmax(1).cpu()
+        probabilities = logits.float().softmax(1).cpu()
         # By the logits: probabilities may round to the same number where logits differ.
         likeliest = scores.predicted_classes(logits.float()).tolist()
         predictions = []

@@ -154,6 +154,16 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def read_entries(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the entries of a log by round; 0 is before the first round. Signatures are not checked."""
+    entries: dict[int, dict[str, Any]] = {}
+    for line in _read_lines(path)[1:]:
+        round = line["entry"].get("round")
+        if type(round) is int:
+            entries[round] = line["entry"]
+    return entries
+
+
 def verify_log(folder: Path, key: str | None = None) -> tuple[str, list[str]]:
     """Return one line about the log of a run, and every way in which log, metrics and checkpoints do not agree.
 
@@ -168,11 +178,7 @@ def verify_log(folder: Path, key: str | None = None) -> tuple[str, list[str]]:
     if key is not None and key not in (public_key, signer_fingerprint(public_key)):
         problems.append(f"the log is signed with another key: {signer_fingerprint(public_key)}")
     problems += _broken_links(lines, public_key)
-    entries: dict[int, dict[str, Any]] = {}
-    for line in lines[1:]:
-        round = line["entry"].get("round")
-        if type(round) is int:
-            entries[round] = line["entry"]
+    entries = read_entries(path)
     last_round = max(entries, default=0)
     for round in range(last_round + 1):
         if round not in entries:

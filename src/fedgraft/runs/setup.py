@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,17 +32,20 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples
 from fedgraft.core.rng import torch_stream
-from fedgraft.core.state import Federation
+from fedgraft.core.state import Federation, Schedule
 from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.pixels.transforms import STATISTICS, Transform, rule_for
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
+from fedgraft.local.compiled import require_compiler
 from fedgraft.metrics.metrics import check_metric
+from fedgraft.models.folders import EXPORTED
 from fedgraft.models.network import VisionNetwork
 from fedgraft.privacy.dp import simulation_key
 from fedgraft.privacy.protection import Private
 from fedgraft.runs.closed_form import refuse_hidden_cof
+from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.rates import head_curvature, with_default_rates
 from fedgraft.runs.task import Task
 from fedgraft.runs.trackers import require
@@ -62,6 +66,8 @@ class RunParts:
     """What decides the bytes of the result; a folder belongs to one identity."""
     from_objects: bool = False
     """The parts came from Python: the folder's config.toml alone cannot build them again."""
+    schedule: Schedule | None = None
+    """The user's own learning rate over rounds; None: that of the config."""
 
     @property
     def model(self) -> VisionNetwork:
@@ -108,8 +114,11 @@ class RunSetup:
         config = parts.config
         task = parts.task
         _require_metrics_and_clients(parts)
-        if parts.algorithm.local.amp == "bfloat16" and Device.of(task.network).is_host:
+        task.network.amp = config.model.amp
+        if "bfloat16" in (parts.algorithm.local.amp, config.model.amp) and Device.of(task.network).is_host:
             require_bfloat16()
+        if parts.algorithm.local.compile and circumstances.for_training:
+            require_compiler(Device.of(task.network))
         algorithm = _with_noise_key(parts.algorithm, config, task.data, circumstances)
         if circumstances.for_training:
             with phase("measuring the curvature of the head", minor=True):
@@ -121,6 +130,8 @@ class RunSetup:
         membership: dict[str, Any] = {}
         if not parts.from_objects:
             membership = _membership(config, task.data)
+        if parts.schedule is not None:
+            membership["schedule"] = parts.schedule
         federation = build_federation(
             config,
             algorithm.lr,
@@ -256,7 +267,8 @@ class RunSetup:
         batches = self.config.rounds.total * len(self.cohort) * local.steps_for(rows_per_client)
         if not task.transform.deterministic or 2 * batches * local.batch_size < rows:
             return None
-        return self.train_at(task.entry_for(self._first_block, self.config))
+        mixes = self.algorithm.local.mixes
+        return self.train_at(task.entry_for(self._first_block, self.config, mixes))
 
     def train_at(self, entry: int) -> Examples:
         """Return the training images as they enter the network at block `entry` (0: as pixels).
@@ -314,6 +326,7 @@ def parts_from_config(config: Config, data: FederatedData | None = None) -> RunP
     if data.clients != config.partition.clients:  # the data says who its owners are
         config = validate(merge(config.table, {"partition": {"clients": data.clients}}))
         algorithm = build_algorithm(config)
+    _export_named_run(config)
     with phase("loading the network"):
         network = build_network(config, data.dataset).place(choose_devices(config.device).first)
     algorithm.trainable.check(network)
@@ -327,6 +340,24 @@ def parts_from_config(config: Config, data: FederatedData | None = None) -> RunP
     require(config.track.trackers)
     task = Task(network, data, transform_for(network, config), config.model.name)
     return RunParts(config, algorithm, task, identity)
+
+
+def _export_named_run(config: Config) -> None:
+    """Export the adapted model of the run whose folder `model.name` is, into that folder, unless it was done before."""
+    folder = Path(config.model.name)
+    if not (folder / "run.json").is_file() or (folder / EXPORTED).is_dir():
+        return
+    from fedgraft.runs.deliver import export_run  # opens that run, which needs this module
+
+    record = RunFolder.open(folder)
+    if record.status != "finished":
+        raise FedgraftError(
+            "E-RUN-MODEL-UNFINISHED",
+            f"model.name={config.model.name!r} is the folder of a run that is {record.status}",
+            f"finish it first: fedgraft resume {config.model.name}",
+            path=str(folder),
+        )
+    export_run(folder, folder / EXPORTED)
 
 
 def setup_of(
@@ -505,7 +536,7 @@ def transform_for(network: VisionNetwork, config: Config, augment: Sequence[str]
     The config's choices come first, then what the network was trained with. `augment` names training transforms; None:
     those of the config.
     """
-    rule = rule_for(network, config.data.resize, config.data.grey_window)
+    rule = rule_for(network, config.data.resize, config.data.grey_window, config.data.interpolation)
     mean, std = STATISTICS.get(config.data.normalise, (network.mean, network.std))
     training_transforms = tuple(config.data.augment if augment is None else augment)
     return Transform(rule, training_transforms, tuple(mean), tuple(std))  # type: ignore[arg-type]

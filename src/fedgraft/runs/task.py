@@ -75,13 +75,17 @@ class Task:
         all_rows = np.arange(len(self.data.dataset.train))
         return np.concatenate([client_rows, np.setdiff1d(all_rows, client_rows)])
 
-    def entry_for(self, first_block: int, config: Config) -> int:
+    def entry_for(self, first_block: int, config: Config, mixes: bool = False) -> int:
         """Return the last block before `first_block`, the first that trains, at which cached outputs can enter.
 
-        0: images enter as pixels, because caching is off or training changes the images or the layers below.
+        0: images enter as pixels, because caching is off or training changes the images or the layers below. `mixes`:
+        clients mix images in training.
         """
         body_finetuned = config.personal.finetune_epochs > 0 and config.personal.finetune_part != "head"
         if not config.data.cache_features or body_finetuned:
+            return 0
+        if mixes:
+            log.info("features are not cached: local.mixup and local.cutmix mix images anew each time")
             return 0
         entry = self.network.entry_for(first_block)
         if entry and not self.transform.deterministic:

@@ -15,6 +15,7 @@ from fedgraft.core.progress import Phase, Watcher
 from fedgraft.core.state import ServerState
 from fedgraft.core.store import write_cached
 from fedgraft.report.run_record import NOW_FILE
+from fedgraft.report.values import percent, size
 from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.reporting import setup_line
@@ -61,6 +62,36 @@ class ProgressDisplay(Callback):
     def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> None:
         """Show a round."""
         self.progress.update(line)
+
+
+class RoundLines(Callback):
+    """Writes a line about each round into the run's log file; a terminal has a display of its own."""
+
+    def __init__(self, total: int) -> None:
+        self.log = logging.getLogger(LOG)
+        self.total = total
+
+    def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> None:
+        """Log the round's losses, accuracy and bytes, as far as its line has them."""
+        self.log.info("round %d of %d%s", line["round"], self.total, "".join(f", {fact}" for fact in _facts_of(line)))
+
+
+def _facts_of(line: Mapping[str, Any]) -> list[str]:
+    """Return what a round's line says, in words: losses, accuracy, bytes, or that the round was skipped."""
+    facts = []
+    if line.get("skipped"):
+        facts.append("skipped")
+    if line.get("train_loss") is not None:
+        facts.append(f"training loss {line['train_loss']:.4f}")
+    if line.get("accuracy") is not None:
+        facts.append(f"validation accuracy {percent(line['accuracy'])}")
+    if line.get("loss") is not None:
+        facts.append(f"validation loss {line['loss']:.4f}")
+    if line.get("bytes_up"):
+        facts.append(f"{size(line['bytes_up'])} up")
+    if line.get("bytes_down"):
+        facts.append(f"{size(line['bytes_down'])} down")
+    return facts
 
 
 class PhaseLog:

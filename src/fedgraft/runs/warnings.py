@@ -170,10 +170,15 @@ def _outside_account(setup: RunSetup) -> list[str]:
     if algorithm.privacy.collects_sum:
         channel = "secure aggregation, without noise"
     warnings = []
-    if setup.config.head != "random":
+    if setup.config.makes_head:
         warnings.append(
             f"head initialisation sums feature statistics in {channel}, outside the account; "
             "model.head='random' avoids it"
+        )
+    if setup.config.head == "stored":
+        warnings.append(
+            "the account begins with the stored model: if that was trained on images of these clients, what it reveals "
+            "of them is outside the account"
         )
     if algorithm.trainable.scores_data:
         warnings.append(f"the mask is calibrated from Fisher scores summed in {channel}, outside the account")

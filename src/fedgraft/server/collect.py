@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fedgraft.aggregate.buffering import BufferedRounds
 from fedgraft.aggregate.mean import drift_report
 from fedgraft.aggregate.slots import Advanced, Aggregator, Answers, Weighting, weighted
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments
@@ -86,6 +87,10 @@ class ServerContext:
     """How updates are combined where what trains brings a rule of its own; None: the algorithm's."""
     rate_factor: float = 1.0
     """Factor on the learning rate, from update-norm matching."""
+    arrivals: Callable[[int], Sequence[tuple[int, bool]]] | None = None
+    """With buffered rounds that are repeated: returns the recorded buffer of a round, in order of arrival.
+
+    Each client comes with whether its update went into the step."""
 
     def learning_rate(self, federation: Federation, state: ServerState) -> float:
         """Return the learning rate of the coming round."""
@@ -154,10 +159,27 @@ def collect(
     """
     if algorithm.privacy.collects_sum:
         return _collect_sum(algorithm, federation, requests, engine, context)
-    responses = list(engine.exchange(requests)) if requests else []
+    arrivals = list(engine.exchange(requests)) if requests else []
+    return read_updates(algorithm, federation, state, requests, arrivals, context)
+
+
+def read_updates(
+    algorithm: Algorithm,
+    federation: Federation,
+    state: ServerState,
+    requests: Sequence[Request],
+    arrivals: Sequence[Arrival],
+    context: ServerContext,
+) -> Collected:
+    """Return the updates in what arrived for these requests, validated.
+
+    With buffered rounds the requests may be of earlier rounds; then updates are discounted by their staleness. The
+    claims of accepted clients are noted in `context.example_counts`.
+    """
     cohort = [request.client for request in requests]
     expected = expectation(algorithm, federation, state, cohort, context)
-    accepted, rejections = validate_responses(responses, expected)
+    expected = replace(expected, rounds={request.client: request.round for request in requests})
+    accepted, rejections = validate_responses(arrivals, expected)
     if algorithm.privacy.drops_outliers:
 
         def steps_of(response: Response) -> int:
@@ -168,6 +190,8 @@ def collect(
         learning_rate = context.learning_rate(federation, state)
         accepted, outliers = without_outliers(accepted, federation, state, learning_rate, steps_of)
         rejections += outliers
+    if isinstance(algorithm.rounds, BufferedRounds):
+        accepted = discounted(accepted, algorithm.rounds, state.round)
     refused = {rejection.client for rejection in rejections if not rejection.silent}
     refused -= {item.response.client for item in accepted}
     answers = replace(read_answers(accepted, state, context), dropped=len(refused))
@@ -175,9 +199,23 @@ def collect(
         answers,
         accepted,
         rejections=tuple(rejections),
-        bytes_up=sum(response_bytes(response) for response in responses),
+        bytes_up=sum(response_bytes(arrival) for arrival in arrivals),
         bytes_down=sum(wire_size(request) for request in requests),
     )
+
+
+def discounted(accepted: Sequence[Accepted], rounds: BufferedRounds, present: int) -> list[Accepted]:
+    """Return the responses with updates that count less the longer ago their model was the present one.
+
+    `present` is the round of the coming step. An update that began with the present model keeps its bits.
+    """
+    weighed = []
+    for item in accepted:
+        staleness = present - item.response.round
+        if staleness > 0 and item.update is not None:
+            item = replace(item, update=item.update * rounds.discount(staleness))
+        weighed.append(item)
+    return weighed
 
 
 def _collect_sum(
@@ -200,6 +238,11 @@ def _collect_sum(
             context.trained,
             context.example_counts,
         )
+    return collected_sum(algorithm, outcome, context)
+
+
+def collected_sum(algorithm: Algorithm, outcome: SecureRound, context: ServerContext) -> Collected:
+    """Return the outcome of a secure sum as what a round goes on with."""
     lost = [Rejection(client, reason) for client, reason in outcome.lost.items()]
     notes = algorithm.privacy.round_notes(outcome.opened.survivors, outcome.cut)
     if outcome.aborted:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgraft.aggregate.buffering import BufferedRounds
 from fedgraft.aggregate.robust import TooFew
 from fedgraft.aggregate.server_rules import plain_tail
 from fedgraft.aggregate.slots import Step
@@ -21,6 +22,7 @@ from fedgraft.core.client_memory import ClientMemory, Remembering
 from fedgraft.core.messages import Response, message_digest
 from fedgraft.core.state import Federation, ServerState
 from fedgraft.server import sample as server
+from fedgraft.server.buffered import FirstAnswers, collect_buffer, start_idle_clients
 from fedgraft.server.collect import Collected, Engine, ServerContext, collect, describe_clients, relative_drift
 from fedgraft.server.validate import LARGEST, Rejection, largest
 
@@ -53,16 +55,30 @@ def run_round(
 ) -> tuple[ServerState, RoundSummary]:
     """Run one round: sample, instruct, exchange, validate, weigh, aggregate, step. Return the next state and a summary.
 
+    With buffered rounds it begins with the answers that are there first, whichever model they began with.
+
     Clients whose updates were not used get the memory they had before the round (`Remembering` engines). A round with
     too few responses, or whose step is not finite, is skipped: the model stays.
     """
     began = time.perf_counter()
     if context.active is not None:
         state = replace(state, active=context.active(state))
-    cohort = server.sample(federation, state.round)
-    requests = server.instruct(algorithm, federation, state, cohort, context.space, context.origin, context.rate_factor)
-    memories_before = _memories(engine, cohort)
-    collected = collect(algorithm, federation, state, requests, engine, context)
+    order: list[tuple[int, int]] | None = None
+    if isinstance(algorithm.rounds, BufferedRounds):
+        state = start_idle_clients(federation, state)
+        memories_before = _memories(engine, list(state.in_flight))
+        collected, state, order = collect_buffer(algorithm, federation, state, engine, context)
+        cohort = sorted(client for client, _ in order)
+        memories_before = {client: memory for client, memory in memories_before.items() if client in cohort}
+    else:
+        cohort = server.sample(federation, state.round)
+        requests = server.instruct(
+            algorithm, federation, state, cohort, context.space, context.origin, context.rate_factor
+        )
+        memories_before = _memories(engine, cohort)
+        collected = collect(algorithm, federation, state, requests, engine, context)
+        durations = [federation.duration(client) for client in cohort]
+        state = replace(state, clock=state.clock + max(durations, default=0.0))
     exchanged = time.perf_counter()
     rule = algorithm.server
     if len(state.vector) > context.trained:
@@ -89,6 +105,10 @@ def run_round(
         "seconds": {"exchange": exchanged - began, "aggregate": time.perf_counter() - exchanged},
         "dropped": dropped,
     }
+    if order is not None:
+        record["arrivals"] = [[client, began, int(client in used_clients)] for client, began in order]
+    if federation.durations and not isinstance(engine, FirstAnswers):
+        record["clock"] = state.clock
     summary = RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra, digests.result())
     return new_state, summary
 

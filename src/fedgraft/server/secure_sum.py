@@ -251,6 +251,7 @@ def secure_sum(
     length: int,
     trained: int,
     example_counts: ExampleCounts | None = None,
+    action: str = "train",
 ) -> SecureRound:
     """Run a training round under secure aggregation and return the mean update, the lost clients and the traffic.
 
@@ -260,10 +261,11 @@ def secure_sum(
         length: coordinates of an update.
         trained: coordinates that train; the others are buffers.
         example_counts: the run's record of clients' keys and of those barred from sums.
+        action: name of the client action that is summed.
 
     An aborted sum, or fewer than two clients, gives no update. Aborts and clipped numbers are logged.
     """
-    sum_settings: dict[str, Scalar] = {"sums": "train", "largest": federation.largest}
+    sum_settings: dict[str, Scalar] = {"sums": action, "largest": federation.largest}
     sum_requests = []
     for request in requests:
         sum_requests.append(replace(request, settings={**request.settings, **sum_settings}))
@@ -460,7 +462,7 @@ class Sums:
         fields: dict[str, Field] = {}
         if requests:
             for name, summand in action.summands(self.network, requests[0].settings).items():
-                fields[name] = Field(summand.shape, summand.dtype, summand.limit)
+                fields[name] = Field(summand.shape, summand.dtype, summand.largest_in_the_clear)
         return fields
 
     def _exchange(

@@ -32,3 +32,7 @@ if os.environ.get("ONCE") and "fedgraft.deploy.door" in words:
     from tests.support import lost_answers
 
     lost_answers.deliver_once()
+if os.environ.get("SLOW") and "fedgraft.deploy.node" in words:
+    from tests.support import slow_node
+
+    slow_node.take_node()

@@ -112,7 +112,6 @@ def test_the_file_of_a_config_builds_the_same_algorithm(words: list[str]) -> Non
         ("local.steps=0", ("local.steps", "1")),
         ("local.steps=2.5", ("local.steps", "integer")),
         ("local.batch_size=0", ("local.batch_size", "1")),
-        ("schedule.kind=zigzag", ("schedule.kind", "'zigzag'")),
         ("schedule.factor=1", ("schedule.factor", "less than 1")),
         ("rounds.fraction=0", ("rounds.fraction", "greater than 0")),
         ("rounds.fraction=1.5", ("rounds.fraction", "less than or equal to 1")),

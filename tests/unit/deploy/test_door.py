@@ -28,7 +28,7 @@ from fedgraft.deploy.keys import make_certificates, make_node_key
 from fedgraft.deploy.limits import request_too_large, response_limit
 from fedgraft.deploy.mailbox import LEAST_RESPONSE_LIMIT, Mailbox
 from fedgraft.deploy.node_loop import NodeLoop
-from fedgraft.deploy.server_link import KeyInUse, KeyRefused, NoSession, ServerLink, Unreachable
+from fedgraft.deploy.server_link import Download, KeyInUse, KeyRefused, NoSession, ServerLink, Unreachable
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
 from fedgraft.engines.flower.transport import HELLO, REQUEST, Outgoing, Part
 
@@ -329,15 +329,16 @@ def test_transfers_go_on_where_they_broke(server: Server, link: ServerLink, monk
 
     save = ServerLink._save
 
-    def cut_save(link: ServerLink, response: Any, size: int, file: Path) -> None:
+    def cut_save(link: ServerLink, response: Any, size: int, download: Download) -> None:
         if cuts["down"]:
             cuts["down"] -= 1
-            save(link, response, min(size, 1 << 20), file)
+            save(link, response, min(size, 1 << 20), download)
+            download.flush()
             received[0] += min(size, 1 << 20)
             link.close()
             raise Unreachable("the line is cut")
         received[0] += size
-        save(link, response, size, file)
+        save(link, response, size, download)
 
     monkeypatch.setattr(server_link, "_blocks", cut_blocks)
     monkeypatch.setattr(ServerLink, "_save", cut_save)

@@ -15,10 +15,10 @@ pytest.importorskip("flwr", reason="needs the extra 'flower'")
 
 from tests.unit.deploy.test_door import NODE, Node, Server, arrivals, transport
 
-from fedgraft.deploy import node_loop
+from fedgraft.deploy import node_loop, server_link
 from fedgraft.deploy.door_link import describe_transfer
 from fedgraft.deploy.keys import make_node_key
-from fedgraft.deploy.server_link import ServerLink
+from fedgraft.deploy.server_link import Download, ServerLink
 from fedgraft.engines.flower.transport import REQUEST, Outgoing, Part
 
 pytestmark = pytest.mark.slow
@@ -104,3 +104,22 @@ def test_a_line_that_is_cut_three_times_costs_no_byte_twice(server: Server, tmp_
     assert not cutting.is_alive(), "the line was not cut"
     assert reply.parts["response"] == data and len(node.asked) == 1
     assert max(fast.passed.values()) < 1.1 * len(data), fast.passed
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1000.0])
+def test_a_killed_node_goes_on_with_what_its_file_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """A process that is killed writes nothing any more: what it wrote every few seconds is there, and no more."""
+    monkeypatch.setattr(server_link, "SAVE_SECONDS", seconds)
+    file = tmp_path / "part"
+    killed = Download(file)
+    for _ in range(3):
+        killed.add(b"abc")
+    again = Download(file)
+    assert again.size == (9 if seconds == 0 else 0)
+    again.add(b"d")
+    again.flush()
+    assert file.read_bytes() == again.whole() == (b"abcabcabcd" if seconds == 0 else b"d")
+    assert again.digest == hashlib.sha256(again.whole()).hexdigest()
+    assert Download(file).digest == again.digest

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,15 @@ from tests.support.tiny import Open, tiny
 
 from fedgraft.config.load import to_toml
 from fedgraft.core.messages import Request, pack
-from fedgraft.deploy import work_store
+from fedgraft.deploy import node, work_store
 from fedgraft.deploy.keys import make_node_key
 from fedgraft.deploy.node import NodeWorker
-from fedgraft.deploy.process import NODE_STATE_VARIABLE
+from fedgraft.deploy.node_loop import NodeLoop
+from fedgraft.deploy.process import FINISHED_ANSWER, NODE_STATE_VARIABLE
+from fedgraft.deploy.server_link import AnswerRefused, Delivery, Withdrawn
 from fedgraft.deploy.work_store import StoredProgress, WorkStore, work_name
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
+from fedgraft.engines.flower.transport import REQUEST
 
 TENSORS = {"values": torch.arange(1000, dtype=torch.float32), "numbers": torch.zeros(3)}
 
@@ -133,3 +138,53 @@ def test_a_killed_worker_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytes
     assert answer.response == whole.response
     assert (steps[0] == 12 + 3) == kept  # each death repeats the saving before its step, and nothing else
     assert not list((machines.home(0) / "work").glob("progress-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", ["1e-9", "1000"])
+def test_a_finished_answer_is_sent_again_and_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: str
+) -> None:
+    """Killed after the training and before the answer was sent: nothing is trained again, if that took an interval."""
+    config = tiny("local.steps=3", "model.head=random", f"local.checkpoint_seconds={seconds}")
+    machines = Machines(config, tmp_path / "run", tmp_path, monkeypatch)
+    home = machines.home(0)
+    monkeypatch.setenv(NODE_STATE_VARIABLE, str(home))
+    request = training_request(machines, Open(config))
+    trained = []
+    honest = node.handle_or_refuse
+
+    def counting(*arguments: Any) -> Any:
+        trained.append(arguments)
+        return honest(*arguments)
+
+    monkeypatch.setattr(node, "handle_or_refuse", counting)
+    first = NodeWorker().carry_out(request, {})
+    again = NodeWorker().carry_out(request, {})
+    assert again == first
+    keeps = seconds == "1e-9"
+    assert len(trained) == (1 if keeps else 2)
+    assert (home / FINISHED_ANSWER).exists() == keeps
+    if keeps:
+        assert (home / FINISHED_ANSWER).stat().st_mode & 0o777 == 0o600
+        assert first.response[200:260] not in (home / FINISHED_ANSWER).read_bytes()
+        NodeWorker().carry_out(replace(request, becomes=2), {})  # another request is carried out
+        assert len(trained) == 2
+
+
+def test_an_answer_that_was_sent_is_given_once(tmp_path: Path) -> None:
+    """The file goes when the server has the answer, or no longer wants it: the same request again is counted again."""
+    for ending in (None, Withdrawn(), AnswerRefused("too large")):
+        (tmp_path / "work").mkdir(exist_ok=True)
+        file = tmp_path / FINISHED_ANSWER
+        file.write_bytes(b"sealed")
+
+        def send(*arguments: Any, file: Path = file, ending: Exception | None = ending) -> None:
+            assert file.exists()  # a link that breaks meanwhile finds it
+            if ending is not None:
+                raise ending
+
+        link = SimpleNamespace(answer=send)
+        loop = NodeLoop(link, 0, "", "", tmp_path, lambda request: WorkerResponse(b"answer", 1))  # type: ignore[arg-type]
+        loop.answer(Delivery("m1", REQUEST, {}, {}))
+        assert not file.exists()

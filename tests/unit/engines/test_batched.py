@@ -19,7 +19,7 @@ from fedgraft.core.messages import Request, Response, pack
 from fedgraft.core.space import select
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.dense import head
-from fedgraft.engines import batched
+from fedgraft.engines import batched, together
 from fedgraft.engines.batched import Batched, batching_obstacle
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.losses import Loss, cross_entropy
@@ -162,7 +162,7 @@ def without_biases(step: Any) -> Any:
 def test_the_comparison_sees_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps in another order, half the smoothing, padding that counts: each far above the tolerance."""
     with monkeypatch.context() as patch:
-        patch.setattr(batched, "drawn", wrong_order)
+        patch.setattr(together, "drawn", wrong_order)
         assert difference(fedavg(), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
         patch.setattr(batched, "_loss_gradient", wrong_smoothing(batched._loss_gradient))
@@ -290,7 +290,7 @@ def test_links_that_scale_an_update_are_applied_as_the_reference_does(name: str)
 
 
 def test_a_forgotten_link_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batched, "run_chain", lambda links, update, sending: (update, {}))
+    monkeypatch.setattr(together, "run_chain", lambda links, update, sending: (update, {}))
     assert max(apart for apart, _, _ in sent(LINKS["clip"])) > 1e-3
 
 

@@ -12,7 +12,7 @@ from tests.support.tiny import Open, without_pictures
 from fedgraft.config.load import load
 from fedgraft.engines import choice
 from fedgraft.engines.batched import Batched
-from fedgraft.engines.choice import choose_engine
+from fedgraft.engines.choice import Packing, choose_engine
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
 from fedgraft.runs.loop import run
@@ -62,6 +62,31 @@ def test_the_number_of_workers_never_moves_a_run_between_modes_of_other_bytes() 
         return "pool" if workers > 1 else choose_engine(wanted, workers, obstacle, work).mode  # type: ignore[arg-type]
 
     assert len({naive("auto", n, None, 0.0) == "batched" for n in range(5)}) == 2  # the check sees such a rule
+
+
+PACKS = [
+    # pack, accelerators, obstacle to packs, clients that fit -> mode, clients of a pack
+    (("auto", 0, None, 8), ("pool", 1)),  # a CPU has nothing to win
+    (("auto", 1, None, 8), ("packed", 8)),
+    (("auto", 1, None, 80), ("packed", 10)),  # no more than take part
+    (("auto", 1, None, 1), ("in_process", 1)),
+    (("auto", 1, "dropout draws by client", 8), ("in_process", 1)),
+    (("auto", 2, None, 8), ("pool", 1)),  # clients are spread over the devices instead
+    ((5, 0, None, 1), ("packed", 5)),  # a number is the owner's word
+    ((1, 1, None, 8), ("in_process", 1)),
+    (("off", 1, None, 8), ("in_process", 1)),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), PACKS)
+def test_the_rule_of_packs(given: tuple, expected: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "cores", lambda: 4)
+    pack, devices, obstacle, fitting = given
+    found = choose_engine("auto", 0, NO, MUCH, devices, 10, Packing(pack, obstacle, fitting))
+    assert (found.mode, found.pack) == expected
+    refused = devices and pack == "auto" and expected[0] != "packed"
+    assert ("not packed, because" in found.why) == bool(refused)
+    assert choose_engine("reference", 0, NO, MUCH, devices, 10, Packing(pack, obstacle, fitting)).mode != "packed"
 
 
 SMALL = ["partition.clients=4", "rounds.total=2", "data.limit=200"]

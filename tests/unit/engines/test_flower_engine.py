@@ -22,6 +22,7 @@ from tests.support.toy import Toy
 from fedgraft import algorithms as zoo
 from fedgraft.client.actions import action_named
 from fedgraft.client.handle import handle
+from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import load
 from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.data.sources.class_map import check_names, odd_names
@@ -853,6 +854,27 @@ def test_a_round_ends_with_enough_answers_and_waits_no_longer_than_its_deadline(
     began = grid.clock()
     toy.run(1)
     assert 30 <= grid.clock() - began < 32
+
+
+@pytest.mark.parametrize(("enough", "ids"), [(4, [0, 1, 2, 3]), (3, [0, 1, 2, 3, 4])])
+def test_a_secure_round_that_ends_early_has_the_answers_that_open_it(enough: int, ids: list[int]) -> None:
+    """Four of five are more than two thirds. With three the server asks the others again; no config may ask for it."""
+    toy = Toy(secure(algorithm("fedavg"), limit=8.0), per_round=5)
+    engine, grid = deploy(toy, 5, Patience(deadline=30.0, enough=enough))
+    for node in grid.nodes.values():
+        node.delay = 1.0 if node.client < enough else 20.0
+    assert engine.patience.enough == enough
+    before = toy.state.vector
+    toy.run(1)
+    record = toy.summary.record
+    assert "aborted" not in record and record["clients"]["ids"] == ids
+    assert not torch.equal(toy.state.vector, before)
+    words = ["privacy.aggregation=secure", "partition.clients=5", "rounds.fraction=1.0", f"rounds.enough={enough}"]
+    if enough == 4:
+        build_algorithm(load(None, words))
+        return
+    with raises("E-CONFIG-ENOUGH", needed=4):
+        build_algorithm(load(None, words))
 
 
 def paused(seconds: float, waits: float) -> tuple[Toy, FlowerEngine]:

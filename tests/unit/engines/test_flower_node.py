@@ -242,6 +242,17 @@ def test_a_remote_deal_of_one_class_is_refused() -> None:
         remote_data(load(None, SMALL), facts, "", "")
 
 
+def test_the_error_about_similar_classes_names_a_client_only_where_it_is_alone_with_one() -> None:
+    """Client 4 alone has a class of its own, which has nothing to do with it."""
+    names = [("one", "two"), ("One", "two"), ("one", "two"), ("One", "two"), ("one", "zebra")]
+    facts = {client: {"classes": classes, "examples": 3, "data": "x"} for client, classes in enumerate(names)}
+    with raises("E-DATA-SIMILAR-CLASSES") as caught:
+        remote_data(load(None, SMALL), facts, "", "")
+    assert "client" not in caught.value.fields
+    with raises("E-DATA-SIMILAR-CLASSES", client=1):
+        remote_data(load(None, SMALL), {client: facts[client] for client in (0, 1, 2, 4)}, "", "")
+
+
 @pytest.mark.slow
 def test_a_killed_server_resumes_with_memories_on_the_nodes_disks(tmp_path: Path) -> None:
     """SCAFFOLD, killed in round 2 after the clients had answered; new processes on both sides end in the same bytes."""

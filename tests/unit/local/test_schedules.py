@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.errors import raises
 
 from fedgraft.local import schedules as s
 
@@ -39,6 +40,8 @@ T = torch.optim.lr_scheduler
         (s.constant_rate(0.4), lambda o: T.LambdaLR(o, lambda t: 1.0)),
         (s.cosine(0.4, 0.01), lambda o: T.CosineAnnealingLR(o, T_max=20, eta_min=0.01)),
         (s.cosine(0.4), lambda o: T.CosineAnnealingLR(o, T_max=20)),
+        (s.cosine(0.4, 0.01, period=7), lambda o: T.CosineAnnealingLR(o, T_max=7, eta_min=0.01)),
+        (s.cosine(0.4, period=30), lambda o: T.CosineAnnealingLR(o, T_max=30)),
         (s.exponential(0.4, 0.95), lambda o: T.LambdaLR(o, lambda t: 0.95**t)),
         (s.linear(0.4, 0.04), lambda o: T.LinearLR(o, start_factor=1.0, end_factor=0.1, total_iters=20)),
         (s.inverse(0.4, 0.2, 0.5), lambda o: T.LambdaLR(o, lambda t: (1 + 0.2 * t) ** -0.5)),
@@ -46,7 +49,19 @@ T = torch.optim.lr_scheduler
         (s.step(0.4, (0.25, 0.5, 0.75), 0.5), lambda o: T.StepLR(o, 5, 0.5)),
         (s.warmed(s.constant_rate(0.4), 5, 0.0), lambda o: T.LambdaLR(o, lambda t: min(1.0, (t + 1) / 5))),
     ],
-    ids=["none", "cosine-min", "cosine", "lambda", "linear", "inverse", "multistep", "step", "warmup"],
+    ids=[
+        "none",
+        "cosine-min",
+        "cosine",
+        "short period",
+        "long period",
+        "lambda",
+        "linear",
+        "inverse",
+        "multistep",
+        "step",
+        "warmup",
+    ],
 )
 def test_rates_are_torchs(schedule: s.Schedule, make: Any) -> None:
     assert ours(schedule, 20) == pytest.approx(torch_rates(make, 20), rel=1e-6)
@@ -73,6 +88,11 @@ def test_cosine_with_restarts_begins_every_cycle_at_the_top() -> None:
     rates = ours(s.cosine(0.4, 0.01, restarts=3), 20)
     assert rates == ours(s.cosine(0.4, 0.01), 5) * 4
     assert [t for t, r in enumerate(rates) if r == 0.4] == [0, 5, 10, 15]
+
+
+def test_a_cosine_has_restarts_or_a_period() -> None:
+    with raises("E-LOCAL-SCHEDULE-PERIOD"):
+        s.cosine(0.4, restarts=1, period=5)
 
 
 def test_schedules_count_over_the_run_and_end_where_they_should() -> None:

@@ -99,6 +99,24 @@ def test_what_cannot_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPa
         plan_run(config)
 
 
+def test_personal_models_that_cannot_fit_are_refused_before_anything_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By name, with the number of models and the size of one, for disk and for memory."""
+    monkeypatch.setattr(estimate, "_measure_steps", lambda *given: pytest.fail("a training step was measured"))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1000))
+    bodies = [*BASE, "algorithm.name=fedshibu", "rounds.personal_memory_mb=0"]
+    with raises("E-RUN-DISK", available=1000) as caught:
+        plan_run(load(None, bodies))
+    assert "3 personal models of" in str(caught.value)
+    monkeypatch.undo()
+    monkeypatch.setattr(estimate, "_measure_steps", lambda *given: pytest.fail("a training step was measured"))
+    monkeypatch.setattr(estimate, "available_bytes", lambda: 1000)
+    with raises("E-RUN-MEMORY", available=1000):
+        plan_run(load(None, bodies))
+
+
 def test_this_machine_has_memory() -> None:
     assert 1e7 < estimate.resident_bytes() < estimate.available_bytes() <= 2 * os.sysconf("SC_PHYS_PAGES") * 4096
     assert Estimate(1, 0, {}, {"a": 1.0, "b": 2.0}).total_seconds == 3

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedgraft.aggregate.buffering import BufferedRounds
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments
 from fedgraft.client.action import Action, RunPhase, SumScope
 from fedgraft.client.context import ClientContext, empty_response
@@ -71,28 +72,54 @@ def weighted_update(
     the reported scalars, by segment. `settings["largest"]` is the number of examples above which clients count no more.
     """
     outcome = train_locally(request, algorithm, context, memory)
+    sums = outcome.trained.closing.sums
+    return summand_of_update(request, algorithm, context, outcome.update, outcome.scalars, sums), outcome.memory
+
+
+def summand_of_update(
+    request: Request,
+    algorithm: Algorithm,
+    context: ClientContext,
+    update: Tensor,
+    scalars: Mapping[str, float],
+    sums: Mapping[str, Tensor],
+) -> Mapping[str, Tensor]:
+    """Return an update with its weight, its reported scalars and its auxiliary vectors as a summand, by segment."""
     assert algorithm.weighting.own is not None
     largest = float(request.settings["largest"])
     examples = min(largest, float(len(context.rows(request.client))))
-    weight = algorithm.weighting.own(examples, outcome.scalars, largest)
+    weight = algorithm.weighting.own(examples, scalars, largest)
     weight = min(1.0, max(0.0, weight))
-    reported = {name: outcome.scalars[name] for name in algorithm.reports}
+    reported = {name: scalars[name] for name in algorithm.reports}
     segments = secure_segments(algorithm, context.sent, context.space.trained, request.settings)
     tail_length = sum(segment.length for segment in segments if segment.name == TAIL)
-    sums = outcome.trained.closing.sums
-    return weighted_input(outcome.update, weight, sums, reported, tail_length), outcome.memory
+    return weighted_input(update, weight, sums, reported, tail_length)
 
 
-def _layout(scope: SumScope) -> tuple[Segment, ...]:
+def layout_of_update(scope: SumScope) -> tuple[Segment, ...]:
+    """Return the segments of a secure sum of updates."""
     assert scope.algorithm is not None
     return secure_segments(scope.algorithm, scope.length, scope.trained, scope.settings)
 
 
-def _validate(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+def _trains_ahead(algorithm: Algorithm) -> bool:
+    """Return whether clients train first and are summed when enough of them are done."""
+    return isinstance(algorithm.rounds, BufferedRounds) and algorithm.privacy.collects_sum
+
+
+def require_ahead(algorithm: Algorithm) -> None:
+    """Refuse what only belongs to buffered rounds under secure aggregation, where a run has not both."""
+    if not _trains_ahead(algorithm):
+        raise Refused("this run has no buffered secure rounds", "actions")
+
+
+def validate_training(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
     """Refuse a training request whose settings or tensors do not have the names, types and shapes of this run.
 
     The tensors are the vectors of a correction, the mean model `common`, the cluster models, and the bit mask `active`.
     """
+    if request.action != "train_ahead" and _trains_ahead(algorithm):
+        raise Refused("clients train ahead of the sum here: in two sums the same update could be told", "request")
     settings: dict[str, type] = {}
     if algorithm.privacy.needs_clip:
         settings["clip"] = float
@@ -129,8 +156,8 @@ ACTIONS = [
         train_client,
         settings={"lr": float},
         model="edit_space",
-        validate=_validate,
-        layout=_layout,
+        validate=validate_training,
+        layout=layout_of_update,
         summed=weighted_update,
     )
 ]

@@ -13,7 +13,7 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.action import Action, RunPhase, sum_action
 from fedgraft.client.context import ClientContext, empty_response, model_vector
 from fedgraft.core.client_memory import ClientMemory
-from fedgraft.core.device import Device, fetch
+from fedgraft.core.device import Device, fetch, inputs_on
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Network
@@ -27,6 +27,11 @@ _SHARE_SETTINGS = {"names": str, "draw": int, "share": float}
 """Names of the weights, one a line; the number of the draw; the share of the client's rows that is drawn."""
 _SCORE_SETTINGS = {**_SHARE_SETTINGS, "estimator": str, "labels": str, "batch": int}
 """And the Fisher estimator, whose labels it uses ("true", "expected", ...), and the batch size."""
+
+
+_CLEAR_LIMIT = 2.0**100
+"""Scores of a head that is sure of wrong answers grow with the square of its weights: in the clear nothing but float32
+bounds them. Inside a secure sum 2^33 does: a thousand images of 2^23 each, in as many words as 2^23 needed."""
 
 
 def _named_weights(settings: Mapping[str, Scalar]) -> list[str]:
@@ -109,7 +114,7 @@ def score_weights(request: Request, context: ClientContext) -> Scores:
     device = Device.of(network)
     batches = []
     for batch_rows in rows.split(batch_size):
-        inputs = device.put(context.examples.batch(batch_rows))
+        inputs = inputs_on(device, context.examples, batch_rows)
         labels = device.put(context.examples.labels[batch_rows])
         batches.append((inputs, labels, context.examples.entry))
     estimate = ESTIMATORS[str(settings["estimator"])]
@@ -128,7 +133,7 @@ def fisher_scores(request: Request, context: ClientContext) -> dict[str, Tensor]
 
 def _fisher_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
     size = _count_weights(network, settings) + 1  # the last entry counts examples
-    return {"scores": Summand((size,), torch.float32, 2.0**23, 2.0**-50)}
+    return {"scores": Summand((size,), torch.float32, 2.0**33, 2.0**-40, _CLEAR_LIMIT)}
 
 
 def _fisher_implausible(response: Response) -> str:
@@ -160,7 +165,7 @@ def gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
     device = Device.of(network)
     total = torch.zeros(bound.trained, device=device.torch_device)
     for batch_rows in rows.split(64):
-        inputs = device.put(context.examples.batch(batch_rows))
+        inputs = inputs_on(device, context.examples, batch_rows)
         labels = device.put(context.examples.labels[batch_rows])
         logits = network(inputs, context.examples.entry)
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
@@ -170,7 +175,8 @@ def gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
 
 
 def _gradient_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
-    return {"gradient": Summand((_count_weights(network, settings),), torch.float32, 2.0**23, 2.0**-40)}
+    size = _count_weights(network, settings)
+    return {"gradient": Summand((size,), torch.float32, 2.0**33, 2.0**-30, _CLEAR_LIMIT)}
 
 
 # ---- a mask of the client's own

@@ -1,6 +1,7 @@
 """Training augmentations on batches: each sample draws its own numbers, and no step loops over images.
 
-Images are float32 (B, 3, H, W) in [0, 1]; random numbers come only from the `generator` argument.
+Images are float32 (B, 3, H, W) in [0, 1]; random numbers come only from the `generator` argument. It belongs to the
+CPU, so that the numbers repeat whatever device the images are on; they go there once for each operation.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import math
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
+
+from fedgraft.core.device import Device, constant
 
 PAD = 4  # pixels by which `crop` may shift an image
 JITTER = (0.4, 0.4, 0.4, 0.1)  # brightness, contrast, saturation, hue
@@ -29,17 +32,18 @@ def draw_flips(count: int, generator: Generator) -> Tensor:
 
 def flip(images: Tensor, mirrored: Tensor) -> Tensor:
     """Return the images, with those marked in `mirrored` (B,) mirrored left to right."""
+    mirrored = Device(images.device).put(mirrored)
     return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
 
 
 def crop(images: Tensor, generator: Generator, pad: int = PAD) -> Tensor:
     """Return each image shifted by up to `pad` pixels: zero padding, then a random window of the old size."""
     count, _, height, width = images.shape
-    down, right = torch.randint(0, 2 * pad + 1, (2, count), generator=generator)
+    down, right = Device(images.device).put(torch.randint(0, 2 * pad + 1, (2, count), generator=generator))
     padded = F.pad(images, (pad, pad, pad, pad)).permute(0, 2, 3, 1)  # (B, H + 2 pad, W + 2 pad, 3)
-    sample = torch.arange(count).view(-1, 1, 1)
-    row = (down.view(-1, 1) + torch.arange(height)).unsqueeze(2)  # (B, H, 1)
-    column = (right.view(-1, 1) + torch.arange(width)).unsqueeze(1)  # (B, 1, W)
+    sample = torch.arange(count, device=images.device).view(-1, 1, 1)
+    row = (down.view(-1, 1) + torch.arange(height, device=images.device)).unsqueeze(2)  # (B, H, 1)
+    column = (right.view(-1, 1) + torch.arange(width, device=images.device)).unsqueeze(1)  # (B, 1, W)
     return padded[sample, row, column].permute(0, 3, 1, 2)
 
 
@@ -73,8 +77,8 @@ def bicubic_weights(start: Tensor, length: Tensor, source: int, target: int) -> 
     `start` and `length` (B,) are the box of each image along one side, of `source` pixels.
     """
     scale = (length / target).view(-1, 1, 1)
-    centre = start.view(-1, 1, 1) + (torch.arange(target).view(1, -1, 1) + 0.5) * scale
-    pixel = torch.arange(source).view(1, 1, -1)
+    centre = start.view(-1, 1, 1) + (torch.arange(target, device=start.device).view(1, -1, 1) + 0.5) * scale
+    pixel = torch.arange(source, device=start.device).view(1, 1, -1)
     x = ((pixel + 0.5 - centre) / scale.clamp(min=1)).abs()
     near = (1.5 * x - 2.5) * x * x + 1
     far = ((-0.5 * x + 2.5) * x - 4) * x + 2
@@ -88,7 +92,8 @@ def bicubic_weights(start: Tensor, length: Tensor, source: int, target: int) -> 
 def resized_crop(images: Tensor, size: int, generator: Generator) -> Tensor:
     """Return a random box of each image, resized to `size` pixels a side."""
     count, _, height, width = images.shape
-    top, left, box_height, box_width = draw_boxes(count, height, width, generator)
+    boxes = torch.stack(draw_boxes(count, height, width, generator))
+    top, left, box_height, box_width = Device(images.device).put(boxes)
     rows = bicubic_weights(top, box_height, height, size).unsqueeze(1)  # (B, 1, S, H)
     columns = bicubic_weights(left, box_width, width, size).unsqueeze(1)  # (B, 1, S, W)
     return (rows @ images @ columns.transpose(2, 3)).clamp(0, 1)
@@ -96,7 +101,7 @@ def resized_crop(images: Tensor, size: int, generator: Generator) -> Tensor:
 
 def grey(images: Tensor) -> Tensor:
     """Return the luma of each pixel, (B, 1, H, W)."""
-    return torch.einsum("bchw,c->bhw", images, torch.tensor(_GREY)).unsqueeze(1)
+    return torch.einsum("bchw,c->bhw", images, constant(_GREY, images.device)).unsqueeze(1)
 
 
 def blend(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:
@@ -145,6 +150,9 @@ def jitter(images: Tensor, generator: Generator, strength: tuple[float, float, f
     `strength` holds the largest change of each of the four.
     """
     count = len(images)
-    for change, amount in zip((brightness, contrast, saturation), strength[:3], strict=True):
-        images = change(images, random_uniform(1 - amount, 1 + amount, count, generator))
-    return hue(images, random_uniform(-strength[3], strength[3], count, generator))
+    drawn = [random_uniform(1 - amount, 1 + amount, count, generator) for amount in strength[:3]]
+    drawn.append(random_uniform(-strength[3], strength[3], count, generator))
+    *factors, turn = Device(images.device).put(torch.stack(drawn))
+    for change, factor in zip((brightness, contrast, saturation), factors, strict=True):
+        images = change(images, factor)
+    return hue(images, turn)

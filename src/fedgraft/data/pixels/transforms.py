@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Generator, Tensor
 
+from fedgraft.core.device import constant
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.pixels.augment import crop, draw_flips, flip, jitter, resized_crop
 from fedgraft.data.pixels.randaugment import randaugment
@@ -90,6 +90,11 @@ class Transform:
         """Whether an image has at most two training views (itself and its mirror image), so that they can be cached."""
         return set(self.train) <= {"flip"}
 
+    @property
+    def on_device(self) -> bool:
+        """Whether all operations work where the pixels are; RandAugment picks parts of a batch and works on the CPU."""
+        return "randaugment" not in self.train
+
     @cached_property
     def digest(self) -> str:
         """Identity of the transform."""
@@ -97,7 +102,7 @@ class Transform:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def __call__(self, pixels: Tensor, generator: Generator | None = None) -> Tensor:
-        """Return network inputs for these pixels; with a generator, by the training transform."""
+        """Return network inputs for these pixels, on their device; with a generator, by the training transform."""
         images = self._as_floats(pixels)
         if generator is not None:
             for name in self.train:
@@ -107,7 +112,7 @@ class Transform:
     def view(self, pixels: Tensor, mirrored: Tensor) -> Tensor:
         """Return the evaluation view of these pixels, with those marked in `mirrored` (B,) flipped as `flip` does."""
         images = self._as_floats(pixels).contiguous()
-        if mirrored.any():
+        if mirrored.any():  # known on the CPU
             images = flip(images, mirrored)
         return self._normalise(images)
 
@@ -138,16 +143,21 @@ class Transform:
 
     def _normalise(self, images: Tensor) -> Tensor:
         """Return the images minus the mean, divided by the standard deviation of each channel."""
-        mean = torch.tensor(self.mean).view(3, 1, 1)
-        std = torch.tensor(self.std).view(3, 1, 1)
+        mean = constant(self.mean, images.device).view(3, 1, 1)
+        std = constant(self.std, images.device).view(3, 1, 1)
         return ((images - mean) / std).contiguous()
 
 
-def rule_for(network: Any, resize: str = "model", window: Window = None) -> PixelRule:
+FILTERS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}
+"""Pillow's numbers of the filters of resizing, by name."""
+
+
+def rule_for(network: Any, resize: str = "model", window: Window = None, interpolation: str = "model") -> PixelRule:
     """Return the pixel rule of a network.
 
     `resize` is "crop" or "squash", or "model": as the network's own preprocessing does, "crop" where it has none.
-    `window` are the grey values of deep images that become black and white; None: as they are.
+    `window` are the grey values of deep images that become black and white; None: as they are. `interpolation` is a
+    filter of `FILTERS`, or "model": that of the network's own preprocessing, bicubic where it has none.
     """
     size = network.image_size
     rule = PixelRule(size)
@@ -157,4 +167,6 @@ def rule_for(network: Any, resize: str = "model", window: Window = None) -> Pixe
         rule = PixelRule.from_preprocessor(network.preprocessor, size)
     if window is not None:
         rule = replace(rule, window=window)
+    if interpolation != "model":
+        rule = replace(rule, resample=FILTERS[interpolation])
     return rule

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from fedgraft.core.messages import Request, pack
@@ -28,7 +29,8 @@ class ResponseStore:
 
         `becomes` is the step of the client's memory after it, `digest` that of the opened edit space.
         """
-        if request.round < 0 or not (request.action == "train" or request.action.startswith("secure.")):
+        in_a_round = request.action in ("train", "train_ahead") or request.action.startswith("secure.")
+        if request.round < 0 or not in_a_round:
             return ""
         identity = hashlib.sha256(pack(request))
         identity.update(f" {becomes} {digest}".encode())
@@ -49,10 +51,10 @@ class ResponseStore:
         if name:
             write_atomic(self.folder / name, [step.to_bytes(_STEP, "big"), response])
 
-    def begin_round(self, round: int) -> None:
+    def keep_rounds(self, rounds: Collection[int]) -> None:
         """Remove the responses of other rounds."""
         for file in self.folder.iterdir():
-            if not file.name.startswith(f"{round}-"):
+            if int(file.name.partition("-")[0]) not in rounds:
                 file.unlink()
 
     def remove(self) -> None:

@@ -108,6 +108,12 @@ class FlowerEngine:
         self._digest = ""
         self._have_space: set[int] = set()
         """Nodes that have the opened edit space."""
+        self._under_way: dict[str, _Envelope] = {}
+        """Requests that `exchange_first` sent and did not wait for, by message id."""
+        self._early: dict[int, Arrival] = {}
+        """Answers that came after a buffer was full, in order of arrival."""
+        self._asked_rounds: set[int] = set()
+        """Rounds of the requests of the last `exchange_first`: their answers may still be needed."""
         self._sum_under_way = ""
         """Run, action and number of the latest secure sum."""
         self._cohort = 0
@@ -149,6 +155,7 @@ class FlowerEngine:
         """
         self._note_cohort(requests)
         arrivals = self._deliver(requests)
+        self._settle({request.client for request in requests})
         before_training = bool(requests) and requests[0].round < 0
         retries = 0
         if before_training:
@@ -223,9 +230,93 @@ class FlowerEngine:
         """
         self.registry.refresh()
         arrivals: dict[int, Arrival] = {}
-        envelopes: list[_Envelope] = []
         if self.store is not None and requests and requests[0].round >= 0:
-            self.store.begin_round(requests[0].round)
+            self.store.keep_rounds({requests[0].round, *self._asked_rounds})
+        envelopes = self._envelopes(requests, arrivals)
+        with requests_phase([envelope.request for envelope in envelopes], progress_label) as phase:
+            self._collect(envelopes, arrivals, phase.advance)
+        return arrivals
+
+    def exchange_first(self, requests: Sequence[Request], count: int) -> list[Arrival]:
+        """Return what arrived, in order of arrival, once `count` clients have answered or nobody is left to answer.
+
+        `requests` are all that are not answered yet; those that were sent before are not sent again, and answers beyond
+        `count` arrive at the next call. What fails before the buffer is full arrives too, with the reason.
+        """
+        self.registry.refresh()
+        busy = {envelope.request.client for envelope in self._under_way.values()} | self._early.keys()
+        self._asked_rounds = {request.round for request in requests}
+        if self.store is not None:
+            self.store.keep_rounds(self._asked_rounds)
+        new: dict[int, Arrival] = {}
+        envelopes = self._envelopes([request for request in requests if request.client not in busy], new)
+        self._under_way |= self._send(envelopes, new)
+        self._early |= new
+        with requests_phase(requests[:count], progress_label) as phase:
+            began = last_arrival = self.clock()
+            while self._under_way and _answers(self._early) < count:
+                for client in self._pull_under_way():
+                    last_arrival = self.clock()
+                    if isinstance(self._early[client][1], bytes):
+                        phase.advance()
+                if self._under_way and _answers(self._early) < count:
+                    if self.clock() - last_arrival > SILENT and self.patience.deadline is None:
+                        self._give_up(f"no answer within {SILENT:g} s")
+                    self.sleep(min(0.5, max(0.02, 0.02 * (self.clock() - last_arrival))))
+            self.waited += self.clock() - began
+        first: list[Arrival] = []
+        answered = 0
+        for client, arrival in list(self._early.items()):
+            if answered == count:
+                break
+            first.append(self._early.pop(client))
+            if isinstance(arrival[1], bytes):
+                answered += 1
+            else:
+                log.warning("client %d is missing: %s", client, arrival[1])
+        return first
+
+    def _pull_under_way(self) -> list[int]:
+        """Move what has come for the requests under way to `self._early`; return whose, in order of arrival."""
+        arrived = []
+        to_repeat = []
+        for reply in self.transport.pull(self._under_way):
+            envelope = self._under_way.pop(reply.reply_to, None)
+            if envelope is None:
+                continue
+            arrival = self._read(reply, envelope)
+            if arrival is None:
+                to_repeat.append(envelope)
+            else:
+                self._early[envelope.request.client] = arrival
+                arrived.append(envelope.request.client)
+        not_accepted: dict[int, Arrival] = {}
+        self._under_way |= self._send(to_repeat, not_accepted)
+        self._early |= not_accepted
+        return [*arrived, *not_accepted]
+
+    def _give_up(self, reason: str) -> None:
+        """Wait no longer for any request under way; `reason` is what arrives for it."""
+        self.transport.withdraw(self._under_way)
+        for envelope in self._under_way.values():
+            self._early[envelope.request.client] = (envelope.request.client, reason)
+        self._under_way = {}
+
+    def _settle(self, clients: set[int]) -> None:
+        """Wait for the requests of `exchange_first` that these clients work on, because a client does one at a time."""
+        began = self.clock()
+        while clients & {envelope.request.client for envelope in self._under_way.values()}:
+            self._pull_under_way()
+            if self.patience.deadline is None and self.clock() - began > SILENT:
+                self._give_up(f"no answer within {SILENT:g} s")
+            self.sleep(0.02)
+
+    def _envelopes(self, requests: Sequence[Request], arrivals: dict[int, Arrival]) -> list[_Envelope]:
+        """Return the envelopes of these requests; what needs none arrives in `arrivals`.
+
+        An answer may be here from before the server was restarted, or no node serves the client.
+        """
+        envelopes: list[_Envelope] = []
         for request in requests:
             if self._answered_before(request, arrivals):
                 continue
@@ -242,9 +333,7 @@ class FlowerEngine:
             else:
                 envelope = _Envelope(request, node, Part(data), becomes)
             envelopes.append(envelope)
-        with requests_phase([envelope.request for envelope in envelopes], progress_label) as phase:
-            self._collect(envelopes, arrivals, phase.advance)
-        return arrivals
+        return envelopes
 
     def _answered_before(self, request: Request, arrivals: dict[int, Arrival]) -> bool:
         """Return whether the answer to this very request came before the server was restarted; it then arrives now."""
@@ -421,6 +510,11 @@ class FlowerEngine:
 
     def close(self) -> None:
         """Do nothing: the nodes belong to others."""
+
+
+def _answers(arrivals: Mapping[int, Arrival]) -> int:
+    """Return how many of these are answers, and no reasons why there is none."""
+    return sum(isinstance(answer, bytes) for _, answer in arrivals.values())
 
 
 def _missing(arrivals: Mapping[int, Arrival]) -> dict[int, str]:

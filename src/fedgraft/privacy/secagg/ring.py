@@ -71,6 +71,16 @@ class Summand:
     """Largest absolute value of one client's entry; far beyond what data gives."""
     step: float
     """Distance of neighbouring fixed-point numbers in a secure sum; far below what matters."""
+    clear_limit: float | None = None
+    """Largest absolute value of an entry that travels in the clear, where no fixed-point layout bounds it; None: the
+    same as in a secure sum."""
+
+    @property
+    def largest_in_the_clear(self) -> float:
+        """The largest absolute value of an entry that is accepted in the clear."""
+        if self.clear_limit is None:
+            return self.limit
+        return self.clear_limit
 
 
 def segments_of(summands: Mapping[str, Summand]) -> tuple[Segment, ...]:

@@ -60,8 +60,8 @@ CUT = Segment("cut", 1, 1.0)
 
 
 def series(run: str, action: str) -> str:
-    """Return the name of a run's sums of one action; training uses the run's own name."""
-    if action == "train":
+    """Return the name of a run's sums of one action; sums of updates, one a round, use the run's own name."""
+    if action in ("train", "held_update"):
         return run
     return f"{run}{OUTSIDE}{action}"
 
