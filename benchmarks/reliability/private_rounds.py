@@ -67,6 +67,9 @@ class Clients:
             bind=lambda space: SimpleNamespace(load=lambda start: None),
             policies=(Policy(),),
             replays=False,
+            account=None,
+            division="",
+            history=None,
         )
         self.memory: dict[int, Any] = {k: {} for k in range(len(updates))}
 
