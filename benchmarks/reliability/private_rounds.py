@@ -89,8 +89,8 @@ class Clients:
 
     def _fit(self, request: Request, algorithm: Algorithm, context: Any, bound: Any, *rest: Any) -> Any:
         assert request.vector is not None
-        bound.values = request.vector + self.updates[request.client]
-        return Trained({}, 0.0, 1, 1.0, Closing({}, {}))
+        values = request.vector + self.updates[request.client]
+        return Trained({}, 0.0, 1, 1.0, Closing({}, {}), values=values)
 
 
 def released(
