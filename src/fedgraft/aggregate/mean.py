@@ -137,44 +137,45 @@ class DriftReport:
     norms: Tensor
     """Norm of the update."""
     drifts: Tensor
-    """Distance of the update to the mean update."""
+    """Distance of the update to the combined one."""
     cosines: Tensor
-    """Cosine to the mean update; 0 where one of the two is zero."""
+    """Cosine to the combined update; 0 where one of the two is zero."""
 
 
-def drift_report(updates: Iterable[Tensor], mean: Tensor) -> DriftReport:
-    """Return norm, drift and cosine to the mean of every update, reading each update once.
+def drift_report(updates: Iterable[Tensor], combined: Tensor) -> DriftReport:
+    """Return norm of every update, and its distance and cosine to `combined`, reading each update once.
 
-    |c - a|^2 is |c|^2 - 2 c.a + |a|^2 in float64, exactly zero where c equals a.
+    `combined` is what the aggregation made of them, a mean or another rule's update. |c - a|^2 is
+    |c|^2 - 2 c.a + |a|^2 in float64, exactly zero where c equals a.
     """
-    short_mean: Tensor | None = None
-    if len(mean) <= CHUNK:  # one piece: convert it once; a long mean is converted piece by piece
-        short_mean = mean.to(torch.float64)
+    short: Tensor | None = None
+    if len(combined) <= CHUNK:  # one piece: convert it once; a long vector is converted piece by piece
+        short = combined.to(torch.float64)
 
-    def mean_piece(piece: slice) -> Tensor:
-        """Return a piece of the mean update as float64."""
-        if short_mean is not None:
-            return short_mean
-        return mean[piece].to(torch.float64)
+    def combined_piece(piece: slice) -> Tensor:
+        """Return this piece of the combined update as float64."""
+        if short is not None:
+            return short
+        return combined[piece].to(torch.float64)
 
-    pieces = list(chunks(len(mean)))
-    mean_square = 0.0
+    pieces = list(chunks(len(combined)))
+    combined_square = 0.0
     for piece in pieces:
-        a = mean_piece(piece)
-        mean_square += float(a @ a)
+        a = combined_piece(piece)
+        combined_square += float(a @ a)
     rows = []
     for update in updates:
         square = 0.0
         inner = 0.0
         for piece in pieces:
-            a = mean_piece(piece)
+            a = combined_piece(piece)
             c = update[piece].to(torch.float64)
             square += float(c @ c)
             inner += float(c @ a)
         rows.append((square, inner))
     squares, inners = torch.tensor(rows, dtype=torch.float64).unbind(1)  # each (m,)
     norms = squares.sqrt()
-    scale = norms * math.sqrt(mean_square)
+    scale = norms * math.sqrt(combined_square)
     cosines = torch.where(scale > 0, inners / scale, 0.0).clamp(-1, 1)
-    drifts = (squares - 2 * inners + mean_square).clamp(min=0).sqrt()
+    drifts = (squares - 2 * inners + combined_square).clamp(min=0).sqrt()
     return DriftReport(norms, drifts, cosines)

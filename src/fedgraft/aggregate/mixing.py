@@ -110,7 +110,11 @@ def mix(
     mean: tuple[Tensor, Tensor] | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Return all pieces of `blended`, which has the same arguments, as one tensor in memory, (rows of W, k)."""
+    """Return the new personal vectors anchor + W @ offsets as one tensor in memory, (rows of W, k).
+
+    `mixing` is W. `mean` is a pair (weights, out): `out` is filled with the next anchor, anchor + weighted mean of the
+    offsets. `chunk` is the number of coordinates of a piece in between; None: as many as stay in the processor's cache.
+    """
     result = torch.empty(len(mixing), len(anchor))
     for piece, values in blended(anchor, offsets, mixing, mean, chunk):
         result[:, piece] = values

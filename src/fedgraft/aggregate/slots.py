@@ -165,7 +165,11 @@ def weighted(share: Tensor, values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Advanced:
-    """The next state, the common update that clients are compared with, and matrices for figures."""
+    """The next state, the combined update that clients are compared with, and matrices for figures.
+
+    `update` is what the aggregation makes of the updates, before the server rule; under `Mixing` it is the change of
+    the common vector.
+    """
 
     state: ServerState
     update: Tensor
@@ -230,7 +234,7 @@ class PersonalModels(Protocol):
     def renewed(
         self, round: int, clients: Sequence[int], pieces: Iterable[tuple[slice, Tensor]], keep: bool
     ) -> Mapping[int, Tensor]:
-        """Return the models after this round (0: the start), of which new ones are stored.
+        """Return the models after this round (0: the start) by client, of which new ones are stored.
 
         `pieces` are columns of these clients' new models (m, k). `keep`: others keep theirs, else they have none.
         """
@@ -248,7 +252,7 @@ class Mixing:
     absent_keep: bool = True
     """Clients outside the cohort keep their model; otherwise they fall back to the mean of the others."""
     sends_mean: bool = False
-    """Requests carry the mean of all models beside the client's own."""
+    """Requests carry the common vector beside the client's own model (see `request_tensors`)."""
     provides: Capabilities = frozenset({Capability.STABLE_MODEL, Capability.PERSONAL_MODELS, Capability.EXCHANGE})
     """Without `EXCHANGE` clients train alone, and no traffic is counted."""
     instead: ClassVar[str] = Aggregator.instead
@@ -264,7 +268,10 @@ class Mixing:
         return required_by(self.wants) | mixed
 
     def request_tensors(self, state: ServerState) -> Mapping[str, Tensor]:
-        """Return the tensors that requests to clients carry beside the model: the mean of all models, or none."""
+        """Return the tensors that requests to clients carry beside the model: the common vector, or none.
+
+        It is the weighted mean of the models of the clients that responded last (see `advance`).
+        """
         if not self.sends_mean:
             return {}
         return {"common": state.vector}

@@ -69,7 +69,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    """Options before the command."""
+    """Declare the options before the command; what they do is in their callbacks (`_print_version`)."""
 
 
 Folder = Annotated[Path | None, typer.Option("--folder", "-o", help="the run folder (default: runs/NAME-DIGEST)")]

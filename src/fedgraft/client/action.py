@@ -73,7 +73,7 @@ def _training_rows(request: Request) -> str:
 
 
 def _no_canonical_form(request: Request, context: ClientContext) -> Mapping[str, Scalar]:
-    """Return the settings as they are: no two of them ask the same."""
+    """Return the settings as they are, without `sums`: requests with different settings ask different questions."""
     return {name: value for name, value in request.settings.items() if name != "sums"}
 
 
@@ -122,7 +122,10 @@ class Action:
     split: Callable[[Request], str] = _training_rows
     """Return which rows an answer is about: "train", "validation" or "test"."""
     canonical: Callable[[Request, ClientContext], Mapping[str, Scalar]] = _no_canonical_form
-    """Return the settings in canonical form: requests with the same answer have the same."""
+    """Return the settings in canonical form: requests with the same answer have the same.
+
+    The ledger of the data (`DataLedger`) counts questions by it, so that nothing is asked again under another number.
+    """
     images: Callable[[Request, ClientContext], int] | None = None
     """Count the images that an answer is about, where an owner may ask for a smallest number."""
 

@@ -124,10 +124,10 @@ def squared_gradients(network: Network, bound: Bound, examples: Examples, rows: 
 def _self_weight(
     wanted: Observe, request: Request, context: ClientContext
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return the weight of this client's own model when it is mixed with the mean of all models.
+    """Return the weight of this client's own model when it is mixed with the mean of the clients' models.
 
-    The mean is the request's tensor `common`. The weight is learned on the rows that training left aside, and the
-    network's weights are overwritten.
+    The mean is the request's tensor `common`, that of the clients which responded last. The weight is learned on the
+    rows that training left aside, and the network's weights are overwritten.
     """
     common = request.auxiliary.get("common")
     if common is None:

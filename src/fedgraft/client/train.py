@@ -152,7 +152,8 @@ def choose_cluster_model(
 ) -> tuple[Request, dict[str, float]]:
     """Return the request with the cluster model of least loss on this client's images, and {"cluster": its number}.
 
-    Without clusters the request is returned as it is, with {}. Before the first round the models are equal and the
+    Without clusters the request is returned as it is, with {}. Measuring leaves the last cluster's model in the
+    network. Before the first round the models are equal and the
     request carries none; the number is drawn at random then, because clusters have to begin somewhere.
     """
     if not isinstance(algorithm.aggregate, Clusters):
@@ -180,7 +181,8 @@ def _learn_adaptive_start(
 ) -> dict[str, Tensor]:
     """FedALA: return {"keep": by coordinate how much of its last model this client keeps}; {} in its first round.
 
-    Only the last `rule.blocks` blocks and the head are learned. `bound` holds the common model.
+    Only the last `rule.blocks` blocks and the head are learned. `bound` holds the common model, at the end again.
+    `memory` is only read: the caller stores the result.
     """
     if "previous_model" not in memory:
         return {}
@@ -197,7 +199,10 @@ def _learn_adaptive_start(
 def _train_active_coordinates(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Tensor, Trained]:
-    """Train only the coordinates marked in the request's bit mask `active`; return their update and the outcome."""
+    """Train only the coordinates marked in the request's bit mask `active`; return their update and the outcome.
+
+    The network's weights and the cached binding are replaced, `memory` is only read.
+    """
     active = unpack_bits(request.auxiliary["active"], context.space.trained)
     context.forget_binding()
     context.space.scatter(model_vector(request), context.network)
@@ -213,7 +218,7 @@ def _train_with_private_part(
     """Train the shared and the private part together (FedPer), or the private part first (FedRep).
 
     Return the values of the shared part after training, not their change, and the outcome. The private values are
-    stored in `new_memory["private"]`, in place.
+    stored in `new_memory["private"]`, in place; both parts of the network keep their trained values.
     """
     assert context.private is not None
     context.space.scatter(model_vector(request), context.network)
@@ -241,7 +246,10 @@ def _train_with_private_part(
 
 
 def _train_second_model(request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Tensor:
-    """Ditto: return the client's personal model after training it with a pull towards the common one."""
+    """Ditto: return the client's personal model after training it with a pull towards the common one.
+
+    It stays in the network. `memory` is only read: the caller stores the result.
+    """
     common = model_vector(request)
     bound = context.bind(context.space)
     bound.load(memory.get("personal", common))

@@ -124,7 +124,10 @@ class ChoiceSection(DerivedSection):
         return dict(self.__pydantic_extra__ or {})
 
     def option(self, name: str) -> Any:
-        """Return the value of the chosen function's option `name`: as set, or its default; None if it has no such."""
+        """Return the value of the chosen function's option `name`: as set, or its default.
+
+        None if the function has no such option, or none is set and it has no default.
+        """
         if name in self.options:
             return self.options[name]
         declared = self._declared().get(name)

@@ -178,7 +178,11 @@ def process_cells(
 def _run_in_children(
     cells: Iterator[Cell], ended: Callable[[Cell, str], None], stops: Callable[[Cell], bool], processes: int
 ) -> None:
-    """Keep `processes` cells running in child processes until there are no more; arguments as in `process_cells`."""
+    """Keep `processes` cells running in child processes until there are no more.
+
+    `ended` is called with each cell and its last line of output; `stops`, called repeatedly, returns whether a run is
+    to end early.
+    """
     running: dict[Future[str], tuple[Cell, Event]] = {}
     with ThreadPoolExecutor(processes) as pool:  # its threads only wait for processes
         try:
@@ -225,7 +229,8 @@ def run_cells(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Run the cells and return the summaries of finished ones and the reasons of failed ones, by label.
 
-    Cells that are finished already are only read. `processes` as in `process_cells`; `report` prints a line.
+    Cells that are finished already are only read. `processes` is how many run at a time (0: one after
+    another in this process); `report` prints a line.
     """
     summaries: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}

@@ -145,7 +145,7 @@ class Relay:
         """Whether anything was sent about the present task."""
 
     def note(self, phase: Phase, done: int, more: int) -> None:
-        """Add these units to the unsent ones, and send them if an interval is over."""
+        """Add units `done`, and `more` that are to be done, to the unsent ones; send if an interval is over."""
         key = (phase.name, phase.unit)
         old_done, old_more = self.news.get(key, (0, 0))
         self.news[key] = (old_done + done, old_more + more)
@@ -167,7 +167,7 @@ class Relay:
         self._reset(reported=False)
 
     def _reset(self, reported: bool) -> None:
-        """Forget the unsent units and begin a new interval."""
+        """Forget the unsent units and begin a new interval; set whether this task was `reported`."""
         self.news = {}
         self.last = time.monotonic()
         self.reported = reported
@@ -323,7 +323,7 @@ def merging() -> Iterator[Callable[[News], None]]:
 
 
 def relay_to(send: Callable[[News], None]) -> Relay:
-    """Report the phases of this process to its parent from now on; return the reporter."""
+    """Report the phases of this process to its parent from now on, by calling `send`; return the reporter."""
     _state.relay = Relay(send)
     return _state.relay
 

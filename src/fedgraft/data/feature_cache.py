@@ -163,14 +163,14 @@ class CachedExamples:
 
     @cached_property
     def _order(self) -> np.ndarray:
-        """All rows in the order in which they are cut into blocks of neighbours."""
+        """All rows, (N,), in the order in which they are cut into blocks of neighbours."""
         if self.order is None:
             return np.arange(len(self))
         return self.order()
 
     @cached_property
     def _position(self) -> np.ndarray:
-        """The position of each row in `_order`."""
+        """The position of each row in `_order`, (N,)."""
         return np.argsort(self._order)
 
     def __len__(self) -> int:

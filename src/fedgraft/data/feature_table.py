@@ -98,9 +98,10 @@ class FeatureTable:
         return intact
 
     def _create(self, meta: str, sizes: dict[str, int]) -> None:
-        """Write the files of an empty table in place of any old ones; arguments as in `_is_intact`.
+        """Write the files of an empty table in place of any old ones.
 
-        The marks come first, so that no old mark vouches for new bytes.
+        `meta` is the text of meta.json, `sizes` the bytes of the other files by name. The marks come first, so that no
+        old mark vouches for new bytes.
         """
         for name in ("marks.bin", "features.bin"):
             # A new file instead of a truncated one: a process that still maps the old one keeps its own.

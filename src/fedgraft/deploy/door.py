@@ -265,7 +265,10 @@ class Door:
             writer.close()
 
     def answer_run(self, question: dict[str, Any], posted: set[str]) -> dict[str, Any]:
-        """Return the answer to a question of the run; `posted` are the messages that it has sent."""
+        """Carry out what a run asks (`do`: "push", "pull", "withdraw", ...) and return the answer, both as JSON.
+
+        `posted` are the ids of the messages that the run has sent and not collected yet; it is changed in place.
+        """
         mailbox = self.mailbox
         mailbox.expire()
         what = question["do"]
@@ -293,7 +296,7 @@ class Door:
 
 
 def _letter(message: dict[str, Any], now: float) -> Letter:
-    """Return a message of the run."""
+    """Return a message that the run wants sent, from its JSON `message`; its time to answer begins at `now`."""
     parts = {}
     for name, (file, size, digest) in message["parts"].items():
         parts[name] = StoredPart(Path(file), size, digest)
@@ -305,7 +308,7 @@ def _letter(message: dict[str, Any], now: float) -> Letter:
 
 
 def _reply(letter: Letter) -> dict[str, Any]:
-    """Return the outcome of a message for the run."""
+    """Return the outcome of a message as JSON for the run: settings and file of the answer, or why it failed."""
     reply: dict[str, Any] = {"id": letter.id, "node": letter.node}
     if letter.failure or letter.answer is None:
         return reply | {"failure": letter.failure, "expired": letter.expired}
@@ -313,7 +316,7 @@ def _reply(letter: Letter) -> dict[str, Any]:
 
 
 def _transfer(letter: Letter) -> dict[str, Any]:
-    """Return how far a message and its answer have come, in bytes."""
+    """Return as JSON how far a message (`down`) and its answer (`up`) have come, in bytes, and their totals."""
     down = letter.sent
     if letter.received is not None:
         down = min(down, letter.received)
@@ -342,7 +345,7 @@ async def _respond(
     extra: list[tuple[bytes, bytes]] | None = None,
     close: bool = False,
 ) -> None:
-    """Send a response of a few bytes."""
+    """Send a response of a few bytes, with `extra` headers; `close`: the connection ends with it."""
     headers = [(b"content-type", content_type.encode()), *(extra or ())]
     if status != 204:
         headers.append((b"content-length", str(len(body)).encode()))
@@ -447,7 +450,10 @@ def main() -> None:
 
 
 async def serve(folder: Path, host: str, port: int, control_port: int) -> None:
-    """Serve nodes and runs until the door or the SuperLink ends; then end both."""
+    """Serve nodes and runs until the door or the SuperLink ends; then end both.
+
+    Nodes connect to `host` and `port`, Flower's control to `control_port`.
+    """
     import uvicorn
 
     from fedgraft.deploy.door_link import SOCKET_VARIABLE, socket_path
@@ -505,7 +511,7 @@ async def serve(folder: Path, host: str, port: int, control_port: int) -> None:
 
 
 async def _expire(mailbox: Mailbox) -> None:
-    """Look for silent nodes twice a second."""
+    """Let the mailbox end silent nodes' sessions and give up messages (`Mailbox.expire`), twice a second, for ever."""
     while True:
         mailbox.expire()
         await asyncio.sleep(0.5)

@@ -72,7 +72,11 @@ class Site:
             )
 
     def arguments(self, authority: str, key: str, data: str) -> list[str]:
-        """Return the arguments of `fedgraft deploy` for a node that finds these files there."""
+        """Return the arguments of `fedgraft deploy` that start the node.
+
+        `authority`, `key` and `data` are the paths at which the node finds the server's certificate authority, its own
+        key and its images.
+        """
         arguments = ["node", "--superlink", self.superlink, "--ca", authority, "--key", key, "--id", str(self.client)]
         arguments += ["--data", data]
         if self.source is not None:
@@ -169,7 +173,7 @@ def compose_file(site: Site, image: str, state: Path, data: Path) -> str:
 
 
 def _bind(host: Path, place: str, read_only: bool) -> list[str]:
-    """Return the lines of one mounted path of the host; never made where it is missing."""
+    """Return the lines that mount the path `host` at `place` in the container; `host` is never made if missing."""
     return [
         "      - type: bind",
         f"        source: {_quoted(str(host))}",

@@ -236,7 +236,7 @@ class Mailbox:
     # ---- the run's side ----------------------------------------------------------------------------------------------
 
     def post(self, letter: Letter) -> bool:
-        """Accept a message for a node; return whether the node is connected."""
+        """Queue a message for a node and announce it; return whether the node is connected (else nothing is kept)."""
         if letter.node not in self.present():
             return False
         self.letters[letter.id] = letter
@@ -279,7 +279,10 @@ class Mailbox:
             queue.remove(letter.id)
 
     def _fail(self, letter: Letter, reason: str, expired: bool = False) -> None:
-        """Give a message up: the run gets the reason."""
+        """Give a message up: the run gets the reason, and whether its time was over (`expired`).
+
+        Its answer so far is deleted.
+        """
         letter.failure = reason
         letter.expired = expired
         self._unqueue(letter)

@@ -487,7 +487,10 @@ def record_answer(worker_request: WorkerRequest, answer: WorkerResponse) -> None
 
 
 def _describe_request(worker_request: WorkerRequest) -> dict[str, object]:
-    """Return the fields of an audit line that describe a request."""
+    """Return the fields of an audit line that describe a request: `client`, `action`, and `run`, `round` and `sums`.
+
+    Without a request the action is "greeting"; bytes that are no message give `client` and `action` only.
+    """
     entry: dict[str, object] = {"client": worker_request.client}
     request = Request("", -1, 0, "greeting")
     try:

@@ -184,7 +184,10 @@ class NodeState:
         return identity
 
     def store(self, client: int, permanent: Mapping[str, Tensor], previous: Mapping[str, Tensor]) -> None:
-        """Write the ledger if something changed; it is on disk when this returns."""
+        """Write the client's `permanent` entries as the ledger unless they are the `previous` ones that it holds.
+
+        It is on disk when this returns.
+        """
         if self.ledger.is_file() and same_tensors(permanent, previous):
             return
         previous_umask = os.umask(0o077)
@@ -202,7 +205,10 @@ class NodeState:
     def record_first_use_trust(
         self, request: Request, previous: Mapping[str, Tensor], permanent: Mapping[str, Tensor]
     ) -> None:
-        """Record the peers whose identity this request made known: only the server vouched for them."""
+        """Record in the audit log the peers whose identity this request made known: only the server vouched for them.
+
+        `previous` and `permanent` are the entries of the ledger before and after it.
+        """
         if permanent["identity"] is previous["identity"]:
             return
         already_known = known_peers(previous)

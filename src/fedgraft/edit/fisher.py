@@ -177,8 +177,8 @@ def batch_gradient(
     """Return the squared gradient of each batch's mean loss, weighted by the batch size B; times B if `scale`.
 
     It approximates the per-sample scores: with true labels it ranks by the mean gradient as B grows. With sampled
-    or Rademacher labels and `scale` its expectation is the Fisher diagonal, at a higher variance. The other arguments
-    are those of `estimate_fisher`.
+    or Rademacher labels and `scale` its expectation is the Fisher diagonal, at a higher variance. `names` are the
+    parameters (None: all), `generator` draws the labels, `call` returns the logits instead of the network.
     """
 
     def power(gradient: Tensor, size: int) -> Tensor:
@@ -223,7 +223,8 @@ def _batch_scores(
 ) -> Scores:
     """Return the sum of `power(gradient of the mean loss, B)` over batches of B samples.
 
-    The other arguments are those of `estimate_fisher`. The network is in evaluation mode meanwhile and is restored.
+    `labels` is one of `LABELS` but "expected", random ones are drawn by `generator`; `names` are the parameters (None:
+    all); `call` returns the logits. The network is in evaluation mode meanwhile and is restored.
     """
     if labels == "expected":
         raise FedgraftError(

@@ -344,7 +344,10 @@ class Sparse:
         return oneshot()
 
     def settings(self, network: Network, draw: int, ask: Ask) -> dict[str, Any]:
-        """Return the settings of a request for scores; `draw` numbers the draw of images."""
+        """Return the settings of a request for scores, by name; `draw` numbers the draw of images.
+
+        The share of images is that of `samples` among all (`ask.examples`).
+        """
         labels = self.labels
         if labels in _BATCH_LABELS:
             labels = "true"
@@ -458,7 +461,7 @@ class Sparse:
         )
 
         def active(state: ServerState) -> Mapping[int, Tensor]:
-            """Return the coordinates that train in the coming round, the same for every client, as packed bits."""
+            """Return the coordinates that train in the coming round as packed bits, under `EVERYONE`."""
             adaptive = schedule.begin()
             for drift in state.drifts:
                 adaptive = schedule.after(adaptive, drift)

@@ -67,7 +67,10 @@ class TrainableSetup:
 
 
 class RoundRobinMasks(dict[int, Tensor]):
-    """The coordinates each client may change, as packed bits assigned in turn: client k has the (k mod n)-th."""
+    """The coordinates each client may change, as packed bits assigned in turn: client k has the (k mod n)-th.
+
+    Only `get` answers: as a dict it is empty.
+    """
 
     def __init__(self, turns: Sequence[Tensor]) -> None:
         super().__init__()

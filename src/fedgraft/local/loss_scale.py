@@ -25,7 +25,9 @@ CLEAN_STEPS = 2000
 class HasGradient(Protocol):
     """What collects the gradient of a backward pass; `local.train.Flat` does."""
 
-    def gradient(self) -> Tensor: ...
+    def gradient(self) -> Tensor:
+        """Return the gradients of the last backward pass as one vector, which the next call reuses; clear them."""
+        ...
 
 
 @dataclass
@@ -53,6 +55,7 @@ class LossScale:
         """Return the gradient of this loss, computed with a scale at which it is finite; None if there is none.
 
         There is none if the loss itself is not finite, or its gradient at any scale. The scale then stays as it was.
+        The vector is that of `flat.gradient()`, which the next call reuses. Clean and repeated passes are counted.
         """
         before = self.factor
         while True:

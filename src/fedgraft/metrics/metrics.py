@@ -147,7 +147,10 @@ def compute(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Metri
 
 
 def metric_values(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]:
-    """Return the defined metrics without intervals, named as in `compute`, whose arguments it has."""
+    """Return the defined metrics without intervals: over all images by its name, of one class as `name:class`.
+
+    `sums` are those of `metrics.scores`, `names` the classes.
+    """
     flat: dict[str, float] = {}
     for key, value in metric_arrays(_as_numpy(sums)).items():
         if not key.endswith(":"):
@@ -249,9 +252,10 @@ def _share_metrics(
 def _f1_metrics(
     sums: Mapping[str, Array], values: Mapping[str, Array], names: Sequence[str]
 ) -> dict[str, Metric | None]:
-    """Return F1 of each class and their mean; arguments as in `_share_metrics`.
+    """Return F1 of each class and their mean.
 
-    A class without images has none, even if images were taken for it.
+    `values` are those of `metric_arrays` for these sums, `names` the classes. A class without images
+    has none, even if images were taken for it.
     """
     confusion = sums["confusion"]
     present = confusion.sum(1) > 0
@@ -270,7 +274,10 @@ def _f1_metrics(
 def _histogram_auroc_metrics(
     sums: Mapping[str, Array], values: Mapping[str, Array], names: Sequence[str]
 ) -> dict[str, Metric | None]:
-    """Return the AUROC of each class against the rest, and their mean, from histograms; see `_share_metrics`."""
+    """Return the AUROC of each class against the rest, and their mean, from histograms.
+
+    `values` are those of `metric_arrays` for these sums, `names` the classes.
+    """
     negative, positive = sums["histogram"]  # (C, B) each
     sides = np.stack([negative.sum(1), positive.sum(1)])
     defined = sides.min(0) > 0

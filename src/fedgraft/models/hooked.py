@@ -64,7 +64,10 @@ class Hooked:
         return -1
 
     def run(self, backbone: nn.Module, inputs: Tensor, entry: int, until: int, whole: bool = True) -> Tensor:
-        """Return activations at entry `until` from inputs at an earlier `entry`; every layer between them is run."""
+        """Return activations at entry `until` from inputs at an earlier `entry`.
+
+        Every layer between them is run, whatever `whole` says.
+        """
         blocks = self.blocks_of(backbone)
         hooks = []
         if until < len(blocks):

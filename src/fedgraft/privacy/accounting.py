@@ -90,7 +90,10 @@ def epsilon(probability: float, noise: float, rounds: int, delta: float) -> floa
 
 @lru_cache(maxsize=1024)
 def epsilon_rdp(probability: float, noise: float, rounds: int, delta: float) -> float:
-    """Return an upper bound of epsilon by Renyi differential privacy; quick to compute. Arguments as in `epsilon`."""
+    """Return an upper bound of epsilon at `delta` by Renyi differential privacy; quick to compute.
+
+    `probability` is that of a client to be sampled in each of the `rounds`, `noise` the noise multiplier.
+    """
     _check_account(probability, noise, rounds, delta)
     if rounds == 0:
         return 0.0
@@ -140,8 +143,9 @@ def gaussian_epsilon(noise: float, rounds: int, delta: float) -> float:
 def epsilon_known_cohorts(probability: float, noise: float, rounds: int, delta: float) -> float:
     """Return an upper bound of epsilon against an observer who also learns in which rounds a client took part.
 
-    Arguments are as in `epsilon`. A client takes part in k rounds with the binomial probability of k, and k releases
-    are one Gaussian release with noise / sqrt(k). What an observer learns besides can only help, so the mean of the
+    It is epsilon at `delta`; `probability` is that of a client to be sampled in each of the `rounds`, `noise` the noise
+    multiplier. A client takes part in k rounds with the binomial probability of k, and k releases are one Gaussian
+    release with noise / sqrt(k). What an observer learns besides can only help, so the mean of the
     Gaussians' deltas over k is never below the true delta (convexity of the hockey-stick divergence). Tight at tiny
     noise, where one round gives a client away; loose at large noise.
     """
@@ -256,7 +260,10 @@ def noise_for(target: float, probability: float, rounds: int, delta: float, tole
 
 @lru_cache(maxsize=64)
 def distributed_noise_for(target: float, rounds: int, delta: float, tolerance: float = 2e-3) -> float:
-    """Return the smallest noise multiplier of distributed noise within the epsilon `target`; as `noise_for`."""
+    """Return the smallest multiplier of distributed noise that spends at most epsilon `target` at `delta`.
+
+    It is that of `rounds` rounds, at most the relative `tolerance` too large. Raises for a target out of range.
+    """
     if not 0 < target <= NO_GUARANTEE or rounds < 1:
         raise FedgraftError(
             "E-PRIVACY-TARGET",

@@ -336,7 +336,7 @@ class Secure(Clear):
         return step.server_step(opened.update, info)
 
     def round_notes(self, survivors: Sequence[int], cut: int) -> dict[str, object]:
-        """Return who is in the sum, and how many clients had to cut numbers."""
+        """Return `clients` ("ids": who is in the sum) and, if it is not 0, `cut`: how many had to cut numbers."""
         notes: dict[str, object] = {"clients": {"ids": list(survivors)}}
         if cut:
             notes["cut"] = cut
@@ -551,7 +551,12 @@ def secure(
     degree: int | None = None,
     smallest_group: int = 5,
 ) -> Algorithm:
-    """Return the algorithm under secure aggregation; the options are those of `SumOptions`."""
+    """Return the algorithm under secure aggregation.
+
+    Coordinates beyond `limit` are cut to it. `threshold` shares open a lost client's masks (None: two thirds of the
+    holders), `degree` is the number of neighbours of a client in large cohorts (None: everyone), and a class with fewer
+    than `smallest_group` images at a client is left out of sums of scores.
+    """
     current = algorithm.privacy
     options = SumOptions(limit, threshold, degree, smallest_group)
     strategy: Privacy

@@ -126,7 +126,10 @@ def data_warnings(configs: Configs, summaries: Mapping[str, Mapping[str, Any]]) 
 
 
 def _row(name: str, info: RunInfo, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the row of the results of the run called `name`; `lines` are its recorded rounds."""
+    """Return the run's row in the table of results, by column: mostly from `info`, None where nothing is known.
+
+    `lines` are its recorded rounds; the last validation accuracy is from them.
+    """
     last = None
     for line in lines:
         if line.get("accuracy") is not None:

@@ -165,7 +165,7 @@ class LiveProgress:
 
 
 def protection_rows(privacy: Mapping[str, Any]) -> dict[str, str]:
-    """Return the first rows of a private run's result: the guarantee, for whom it holds, and what it does not cover."""
+    """Return the first rows of a private run's result by label: guarantee, for whom it holds, what it leaves out."""
     if not privacy:
         return {}
     guarantee = (
@@ -205,7 +205,7 @@ def print_results(console: Console, title: str, summary: Mapping[str, Any]) -> N
 
 
 def _test_rows(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rows of the metrics on the test images."""
+    """Return the rows of the metrics on the test images, by label."""
     rows = {}
     for key, value in (summary.get("metrics") or {}).items():
         if value and ":" not in key:
@@ -226,7 +226,7 @@ def _test_rows(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _validation_rows(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rows of the validation metrics with their round."""
+    """Return the rows of the validation metrics with their round, by label."""
     rows = {}
     for key, value in (summary.get("validation") or {}).items():
         where = f"round {summary.get('best_round')} of {summary.get('rounds')}"
@@ -240,7 +240,7 @@ def _validation_rows(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _cost_rows(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rows of weights trained, traffic and time."""
+    """Return the rows of weights trained, traffic and time, by label."""
     rows = {}
     edited = summary.get("edited")
     if edited:
@@ -254,7 +254,7 @@ def _cost_rows(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _personal_rows(personal: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rows of the clients' own accuracies."""
+    """Return the rows of the clients' own accuracies, by label; `personal` is that table of the summary."""
     rows = {}
     for prefix, model in (("", "own test images"), ("finetuned_", "after fine-tuning")):
         if f"{prefix}mean" in personal:

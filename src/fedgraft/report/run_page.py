@@ -163,7 +163,10 @@ def _result(summary: Mapping[str, Any], lines: Lines) -> Iterator[Card]:
 
 
 def _costs(summary: Mapping[str, Any], config: Mapping[str, Any], lines: Lines) -> Iterator[Card]:
-    """Yield the cards of the protection, the traffic, the weights trained, and the time; arguments as in `_result`."""
+    """Yield the cards of the protection, the traffic, the weights trained, and the time.
+
+    `summary` is that of summary.json (empty while the run goes on), `lines` are those of metrics.jsonl.
+    """
     yield _protection(summary, config.get("privacy") or {})
     up = summary.get("bytes_up", total_of(lines, "bytes_up"))
     down = summary.get("bytes_down", total_of(lines, "bytes_down"))

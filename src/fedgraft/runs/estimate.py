@@ -108,7 +108,10 @@ class Estimate:
 
 
 def estimate_run(setup: RunSetup, opened: OpenRun, engines: Engines) -> Estimate:
-    """Return what a run will need; a few images are decoded and trained on, and the network is changed by that."""
+    """Return the memory, disk and time that a run will need on this machine.
+
+    A few images are decoded and trained on, and the network is changed by that.
+    """
     resident = resident_bytes()
     with phase("measuring a training step", minor=True), one_thread():
         costs = _measure_steps(setup, opened)
@@ -181,7 +184,7 @@ def require_room(estimate: Estimate, folder: Path) -> None:
 
 
 def require_disk(needed: int, place: Path, purpose: str) -> None:
-    """Raise an error if the disk of a folder has fewer free bytes than `purpose` needs."""
+    """Raise an error if the disk of the folder `place` has fewer than `needed` bytes free; `purpose` is for what."""
     free = shutil.disk_usage(_existing_parent(place)).free
     if needed > free:
         raise FedgraftError(

@@ -344,7 +344,9 @@ class _Run:
     def _rounds(self, state: ServerState) -> ServerState:
         """Run rounds until all are done or a callback stops the run; return the last state.
 
-        An interrupt saves the state before the round under way. Raises if no response of any round could be used.
+        Checkpoints are written when callbacks or the clients' files want one, and at a stop after which the run may go
+        on. An interrupt saves the state before the round under way and is raised again. Raises if no response of any
+        round could be used.
         """
         with InterruptMonitor() as interrupts:
             while state.round < self.config.rounds.total:
@@ -382,7 +384,11 @@ class _Run:
         return state
 
     def _one_round(self, state: ServerState) -> ServerState:
-        """Run one round and its evaluation if one is due; write its line to metrics and log; return the new state."""
+        """Run one round and its evaluation if one is due; write its line to metrics and log; return the new state.
+
+        Also updates `tally`, sets `stop` to what the callbacks want, and stores the mixing matrix of some rounds.
+        Raises if every client's update is infinite or not a number.
+        """
         began = time.perf_counter()
         setup = self.setup
         options = self.config.rounds

@@ -148,7 +148,10 @@ class Measure:
         return self._measure_here(vector, self.opened.context.examples, self.setup.evaluation_rows)
 
     def test(self, vector: Tensor, round: int) -> Measurement:
-        """Return the common model's measurement on the test images; `round` as in `validation`."""
+        """Return the common model's measurement on the test images.
+
+        Where clients hold these images, those that take part in `round` are asked; else the model stays in the network.
+        """
         if self.setup.task.data.blind:
             return self._measure_at_clients(vector, round, "test")
         tests = self.opened.context.tests

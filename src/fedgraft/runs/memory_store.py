@@ -36,7 +36,10 @@ class MemoryStore(MutableMapping[int, ClientMemory]):
 
     @classmethod
     def restore(cls, folder: Path, limit: float, saved: Mapping[str, Any]) -> MemoryStore:
-        """Return the store that `sealed` described; raise `BadCheckpoint` unless every file is what it was then."""
+        """Return the store that `sealed` described as `saved`; raise `BadCheckpoint` if a file is not as it was then.
+
+        `limit` is the bytes of all memories together above which they move to files.
+        """
         store = cls(folder, limit)
         store._files = ClientFiles(folder, KIND, "safetensors")
         store._table = store._files.restored(saved)

@@ -53,7 +53,10 @@ class PersonalStore(Mapping[int, Tensor]):
 
     @classmethod
     def restore(cls, folder: Path, length: int, saved: Mapping[str, Any]) -> PersonalStore:
-        """Return the store that `sealed` described; raise `BadCheckpoint` unless every file is what it was then."""
+        """Return the store that `sealed` described as `saved`; raise `BadCheckpoint` if a file is not as it was then.
+
+        `length` is that of a vector.
+        """
         files = ClientFiles(folder, KIND, "f32")
         return cls(files, length, files.restored(saved))
 
@@ -127,7 +130,10 @@ class PersonalStore(Mapping[int, Tensor]):
 
 
 def first_models(folder: Path, length: int, starts: Mapping[int, Tensor], on_disk: bool) -> Mapping[int, Tensor]:
-    """Return the clients' models before the first round, of those that have one, in memory or in files."""
+    """Return the clients' models before the first round by client, of those that have one: `starts`, or files of them.
+
+    With `on_disk` the files are made in `folder`; `length` is that of a model's vector.
+    """
     if not on_disk:
         return starts
     store = PersonalStore.create(folder, length)

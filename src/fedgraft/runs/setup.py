@@ -368,7 +368,11 @@ def setup_of(
     for_training: bool = True,
     secret: bytes = b"",
 ) -> RunSetup:
-    """Return the setup of a config; the keywords are fields of `Circumstances`."""
+    """Return the setup of a config, for its own data or for `data`.
+
+    `deployed`: clients are on other machines; `for_training`: rounds will be trained, else the model is only opened
+    again; `secret` is the run's, without which private noise that must be secret is refused in training.
+    """
     parts = parts_from_config(config, data)
     return RunSetup.build(parts, Circumstances(deployed, for_training, secret))
 

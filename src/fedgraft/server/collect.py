@@ -381,7 +381,7 @@ def spread_update(update: Tensor, active: Tensor) -> Tensor:
 
 
 def describe_clients(answers: Answers, collected: Collected, weights: Tensor, advanced: Advanced) -> dict[str, Any]:
-    """Return a round's record by client: loss, update norm, distance and cosine to the mean update, weight.
+    """Return a round's record by client: loss, update norm, distance and cosine to the combined update, weight.
 
     Alignment scores are added where clients report them. It goes into metrics.jsonl. `weights` are the aggregation
     weights (clients,), of any sum.
@@ -415,7 +415,7 @@ def describe_clients(answers: Answers, collected: Collected, weights: Tensor, ad
 
 
 def relative_drift(clients: Mapping[str, list[float]]) -> float:
-    """Return the mean over clients of drift / norm: the distance of an update to the mean update, by its own length.
+    """Return the mean over clients of drift / norm: an update's distance to the combined one, by its own length.
 
     `clients` is the table of `describe_clients`. Clients with an update of zero are left out.
     """

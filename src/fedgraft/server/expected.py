@@ -72,7 +72,7 @@ def expected_counts(
     """
 
     def claims(response: Response) -> dict[str, float]:
-        """Return the numbers of images that a response claims: for training, and in the split."""
+        """Return the numbers of images that a response claims, by the names under which they must stay the same."""
         images = float(response.sums["counts"][0, 3])
         return {"examples": response.examples, f"{split} images": images}
 
@@ -131,6 +131,7 @@ def expected_evaluation(
             metrics["finetuned_loss"] = LOSS
 
     def claims(response: Response) -> dict[str, float]:
+        """Return the numbers of images that a response claims, by the names under which they must stay the same."""
         return {"examples": response.examples, "test images": response.metrics["count"]}
 
     return expect_responses(

@@ -73,7 +73,8 @@ def _rows_in_share(request: Request, context: ClientContext) -> int:
 def _canonical_share(request: Request, context: ClientContext) -> dict[str, Scalar]:
     """Return the settings so that requests about the same weights and the same rows have the same.
 
-    A share counts as the number of rows that it gives; of all rows there is one draw only, whatever its number.
+    The ledger counts such requests as one question (`Action.canonical`). A share counts as the number of rows that it
+    gives; of all rows there is one draw only, whatever its number.
     """
     settings = {name: value for name, value in request.settings.items() if name != "sums"}
     settings["names"] = "\n".join(sorted(set(_named_weights(request.settings))))

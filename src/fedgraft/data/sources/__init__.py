@@ -146,7 +146,7 @@ def kind_of(place: Path) -> str:
 
 
 def _has_images(place: Path, pattern: str) -> bool:
-    """Return whether a path of this pattern has the name of an image file."""
+    """Return whether a path in the folder `place` that matches `pattern` ("*/*") ends like an image file."""
     return any(path.suffix.lower() in endings() for path in place.glob(pattern))
 
 

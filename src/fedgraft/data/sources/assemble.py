@@ -67,7 +67,7 @@ class SourcePart:
     labels: Any
     columns: Mapping[str, Any] = field(default_factory=dict)
     other_files: tuple[str, ...] = ()
-    """As in `Dataset`."""
+    """The owner of each file among the images that is in none of the formats that are read."""
 
 
 def assemble(

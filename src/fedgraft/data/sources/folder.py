@@ -69,7 +69,7 @@ def _assemble_folders(
 
 
 def _check_test_classes(place: Path) -> None:
-    """Refuse a class of `test/` that `train/` lacks."""
+    """Refuse a class of `test/` in the folder `place` that its `train/` lacks."""
     train_classes = {directory.name for directory in _directories(place / "train")}
     test_classes = {directory.name for directory in _directories(place / "test")}
     unknown = sorted(test_classes - train_classes)

@@ -153,7 +153,10 @@ class SecureClient:
         run_fingerprint: str = "",
         cohort: int = 2,
     ) -> SecureClient:
-        """Return the client that wrote this `state`, to go on with the next stage; arguments as of the class."""
+        """Return the client that wrote this `state`, to go on with the next stage of `plan`.
+
+        `identity`, `run_fingerprint` and `cohort` are those with which it was made.
+        """
         resumed = cls(plan, client, identity, run_fingerprint=run_fingerprint, cohort=cohort)
         resumed.progress = ClientProgress(**json.loads(state))
         return resumed

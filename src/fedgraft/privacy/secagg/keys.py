@@ -200,7 +200,7 @@ class Identity:
 
     @classmethod
     def fresh(cls, entropy: Callable[[int], bytes] = os.urandom) -> Identity:
-        """Return a new identity that knows nobody."""
+        """Return a new identity that knows nobody; `entropy(n)` returns n random bytes for its key."""
         return cls(entropy(KEY_BYTES))
 
     @property

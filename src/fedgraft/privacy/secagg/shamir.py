@@ -244,7 +244,7 @@ def _interpolate(places: tuple[int, ...], points: Mapping[int, int]) -> tuple[li
 
 
 def _evaluate(polynomial: Sequence[int], x: int) -> int:
-    """Return the value of a polynomial at x."""
+    """Return the value of a polynomial (its coefficients, the constant first) at x."""
     value = 0
     for coefficient in reversed(polynomial):
         value = (value * x + coefficient) % PRIME
@@ -259,7 +259,7 @@ def _trimmed(polynomial: list[int]) -> list[int]:
 
 
 def _subtract(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """Return the difference of two polynomials."""
+    """Return the difference of two polynomials, modulo `PRIME`."""
     difference = []
     for a, b in itertools.zip_longest(left, right, fillvalue=0):
         difference.append((a - b) % PRIME)
@@ -267,7 +267,7 @@ def _subtract(left: Sequence[int], right: Sequence[int]) -> list[int]:
 
 
 def _multiply(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """Return the product of two polynomials."""
+    """Return the product of two polynomials, modulo `PRIME`."""
     if not left or not right:
         return []
     product = [0] * (len(left) + len(right) - 1)
@@ -291,7 +291,10 @@ def _divide(dividend: Sequence[int], divisor: Sequence[int]) -> tuple[list[int],
 
 
 def _random_element(entropy: Callable[[int], bytes]) -> int:
-    """Return a uniform field element: 521 random bits, drawn again in the one case that is too large."""
+    """Return a uniform field element: 521 random bits, drawn again in the one case that is too large.
+
+    `entropy(n)` returns n random bytes.
+    """
     value = PRIME
     while value == PRIME:
         value = int.from_bytes(entropy(SHARE_BYTES), "big") & PRIME
