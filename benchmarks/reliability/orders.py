@@ -16,7 +16,9 @@ from benchmarks.reliability.outcome import Outcome
 from fedgraft.client import authorize
 from fedgraft.client import handle as client
 from fedgraft.client import secure as client_secure
+from fedgraft.client.ledger import DataLedger
 from fedgraft.client.policy import Policy
+from fedgraft.privacy.secagg.client import SecureClient
 from fedgraft.privacy.secagg.keys import Identity
 from fedgraft.server import secure_sum as secure_round
 
@@ -32,7 +34,10 @@ VARIANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
         "binding",
         [(module, "request_digest", lambda request: "") for module in (client_secure, secure_round)],
     ),
-    "without the ledger": ("repeat", [(Identity, "record_served", _nothing)]),
+    "without numbers that are served once": ("repeat", [(Identity, "record_served", _nothing)]),
+    "without one set of clients": ("sets", [(DataLedger, "require_same_set", _nothing)]),
+    "without canonical questions": ("question", [(DataLedger, "check_question", lambda *args, **more: None)]),
+    "without peers' proofs": ("ledger", [(SecureClient, "_require_newest_ledger", _nothing)]),
     "without daily counts": ("days", [(authorize, "count_request", lambda policy, request, ledger: ledger)]),
     "without plan checks": ("plan", [(client_secure, "check_plan", _nothing)]),
 }

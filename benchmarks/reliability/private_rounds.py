@@ -67,6 +67,9 @@ class Clients:
             bind=lambda space: SimpleNamespace(load=lambda start: None),
             policies=(Policy(),),
             replays=False,
+            account=None,
+            division="",
+            history=None,
         )
         self.memory: dict[int, Any] = {k: {} for k in range(len(updates))}
 
@@ -86,8 +89,8 @@ class Clients:
 
     def _fit(self, request: Request, algorithm: Algorithm, context: Any, bound: Any, *rest: Any) -> Any:
         assert request.vector is not None
-        bound.values = request.vector + self.updates[request.client]
-        return Trained({}, 0.0, 1, 1.0, Closing({}, {}))
+        values = request.vector + self.updates[request.client]
+        return Trained({}, 0.0, 1, 1.0, Closing({}, {}), values=values)
 
 
 def released(

@@ -17,7 +17,7 @@ from benchmarks.reliability.__main__ import CHECKS  # noqa: E402
 from benchmarks.reliability.outcome import OVER_PROCESSES, PAGE, Outcome, keep, kept, page, share  # noqa: E402
 
 SCALES = {"view": 0.02, "hostile": 0.01, "thousand": 0.06, "malformed": 0.001}
-SLOW = {"damaged": 0.02, "cost": 0.1, "accounts": 0.004, "noise": 0.02}
+SLOW = {"damaged": 0.02, "cost": 0.1, "accounts": 0.004, "noise": 0.02, "combinations": 0.01}
 LONG = {
     "kills": 0.02,
     "sizes": 0.25,

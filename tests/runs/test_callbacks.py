@@ -107,7 +107,7 @@ def test_events_come_in_order(unbroken: fg.Result, parts: Callable[[], fg.RunPar
         "evaluation 2",
         "round_end 2",
         "round_committed 2",
-        *(["checkpoint 2"] if result.summary["best_round"] >= 2 else []),
+        "checkpoint 2",  # one of the best three that were measured
         "round_start 2",
         "evaluation 3",
         "round_end 3",

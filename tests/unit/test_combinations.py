@@ -16,6 +16,7 @@ def test_the_five_of_the_issue_are_found_under_the_old_rules_and_not_under_the_n
     assert not tells_a_client(FIVE[name], old=False)
 
 
+@pytest.mark.slow
 def test_no_short_sequence_gives_a_client_away_and_the_search_sees_what_the_old_rules_let_through() -> None:
     """The full count of 10,000: `python -m benchmarks.reliability combinations`."""
     found, answered = search(200, seed=1)
@@ -31,6 +32,7 @@ def test_linear_algebra_sees_differences() -> None:
     assert not solved([("train", (0, 1, 2)), ("test", (0, 1))])
 
 
+@pytest.mark.slow
 def test_the_search_opens_the_sums_that_the_real_protocol_opens() -> None:
     """The same orders through all five stages of real clients: opened or not, over whom."""
     dice = random.Random(4)

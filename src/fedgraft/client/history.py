@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext, model_vector
+from fedgraft.core.device import fetch
 from fedgraft.core.errors import Refused
 from fedgraft.core.label_sets import logit_errors
 from fedgraft.core.messages import Request
@@ -241,8 +242,8 @@ def check_head(request: Request, algorithm: Algorithm, context: ClientContext, l
     rows = context.rows(request.client)[:SAMPLE]
     if not len(rows):
         return
-    weight = network.head.weight.detach().double().cpu()
-    bias = network.head.bias.detach().double().cpu()
+    weight = fetch(network.head.weight.detach()).double()
+    bias = fetch(network.head.bias.detach()).double()
     trains_body = any(not is_head(network, part.name) for part in context.space.parts)
     total = 0.0
     for batch_rows, pooled in feature_batches(network, context.examples, rows):
