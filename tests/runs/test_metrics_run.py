@@ -18,7 +18,7 @@ from fedgraft.client.actions import action_named
 from fedgraft.client.handle import handle
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
-from fedgraft.metrics import metrics, scores
+from fedgraft.metrics import label_metrics, metrics, scores
 from fedgraft.metrics.names import METRIC_NAMES
 from fedgraft.privacy.protection import CLEAR
 from fedgraft.runs.adapted import adapted
@@ -109,7 +109,7 @@ def test_a_metric_of_a_class_that_is_not_there_is_refused_before_work(tmp_path: 
 
 
 def test_the_config_names_every_metric() -> None:
-    assert set(METRIC_NAMES) == {*metrics.NAMES, "confusion"}
+    assert set(METRIC_NAMES) == {*metrics.NAMES, "confusion", *label_metrics.NAMES}
 
 
 def reply_of(**changed: Tensor) -> Response:
@@ -128,9 +128,9 @@ def reply_of(**changed: Tensor) -> Response:
     ],
 )
 def test_sums_that_cannot_be_are_refused_by_name(bad: dict[str, Tensor]) -> None:
-    validated_sums(reply_of(), 3)
+    validated_sums(reply_of(), scores.sum_layouts(3))
     with pytest.raises(FedgraftError) as caught:
-        validated_sums(reply_of(**bad), 3)
+        validated_sums(reply_of(**bad), scores.sum_layouts(3))
     assert caught.value.code in {"E-RUN-METRIC-SUMS", "E-RUN-METRIC-IMAGES"} and caught.value.fields == {"client": 7}
 
 

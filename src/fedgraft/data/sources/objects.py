@@ -71,7 +71,7 @@ def dataset(
     if classes is None:
         classes = _class_names(parts[0], label)
     read = [_read_part(part, names) for part in parts]
-    if any(isinstance(part.labels, list) for part in read):
+    if any(_are_lists(part.labels) for part in read):
         read = [replace(part, labels=_matrix_of_lists(part.labels, classes)) for part in read]
     return assemble("datasets", read, classes, **options)
 
@@ -192,6 +192,11 @@ def _item(data: Any, row: int, names: dict[str, str | None]) -> tuple[Any, Any]:
     return image, label
 
 
+def _are_lists(labels: Any) -> bool:
+    """Return whether labels are lists of findings."""
+    return isinstance(labels, list) and any(isinstance(label, list) for label in labels)
+
+
 def _matrix_of_lists(lists: Sequence[Sequence[Any] | None], classes: Sequence[str] | None) -> np.ndarray:
     """Return the matrix (N, C) of 1 for each finding that a row's list names or numbers, else 0; a row of None: NaN."""
     if classes is None:
@@ -260,7 +265,7 @@ def from_columns(data: Any, names: dict[str, str | None], findings: Sequence[str
         labels = findings_of_columns({name: list(data[name]) for name in present}, findings, where)
     else:
         labels = list(data[label])
-        if not any(isinstance(cell, list) for cell in labels):
+        if not _are_lists(labels):
             labels = np.asarray(labels)
     return SourcePart(originals, labels, add_site_and_group(short_columns(columns), names, where))
 
