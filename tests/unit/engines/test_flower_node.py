@@ -293,7 +293,7 @@ def test_a_nodes_error_does_not_tell_its_path(tmp_path: Path) -> None:
         "from fedgraft.core.errors import FedgraftError\n"
         "def work(r):\n"
         "    if r.client: raise KeyError(r.data)\n"
-        "    raise FedgraftError(f'the folder {r.data} does not exist.')\n"
+        "    raise FedgraftError('E-DATA-FOLDER', f'the folder {r.data} does not exist')\n"
         f"serve(Path({str(address)!r}), {os.getpid()}, work, idle=20)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
@@ -313,7 +313,7 @@ def test_a_nodes_error_does_not_tell_its_path(tmp_path: Path) -> None:
     finally:
         process.terminate()
         process.wait(20)
-    assert answers[0].error == "the folder its data does not exist."
+    assert answers[0].error == "E-DATA-FOLDER; its log says more"
     assert answers[1].error == "failed with KeyError; its log says more"
 
 
