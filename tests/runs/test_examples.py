@@ -158,10 +158,12 @@ def strange_words(text: str) -> list[str]:
     """Config keys and source files that a document names in backticks or commands and that do not exist."""
     import fedgraft.algorithms  # noqa: F401  (fills the registry)
     from fedgraft.config.load import Config, known_keys
-    from fedgraft.core.registry import ALGORITHMS, own_options
+    from fedgraft.core.registry import ALGORITHMS, SOURCES, own_options
+    from fedgraft.data import sources  # noqa: F401  (fills the registry)
 
     keys, package = all_keys(Config), ROOT / "src/fedgraft"
     keys |= {f"algorithm.{option}" for _, make in ALGORITHMS.items() for option in own_options(make)}
+    keys |= {f"data.{option}" for _, make in SOURCES.items() for option in own_options(make)}
     keys |= set(known_keys())  # those of losses and schedules, which stand in their signatures
     quoted = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^fedgraft [^#\n]+", text, re.MULTILINE)
     overrides = [word for piece in quoted for word in re.findall(r"[A-Za-z_][\w./*-]*", piece)]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fedgraft.core.device import fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.label_sets import ABSENT, PRESENT, UNKNOWN, exact_matches, image_losses
 from fedgraft.metrics import scores
@@ -51,8 +52,8 @@ def count_label_scores(logits: Tensor, labels: Tensor, largest_loss: float = LOS
             f"scores of the shape {tuple(logits.shape)} do not fit label sets {tuple(labels.shape)}",
             "give one score per label",
         )
-    labels = labels.cpu().long()
-    clean = logits.cpu().double().nan_to_num(0.0, posinf=1e30, neginf=-1e30)
+    labels = fetch(labels).long()
+    clean = fetch(logits).double().nan_to_num(0.0, posinf=1e30, neginf=-1e30)
     classes = labels.shape[1]
     known = labels != UNKNOWN
     present = labels == PRESENT
