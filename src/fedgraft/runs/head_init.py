@@ -103,7 +103,12 @@ def least_loss(heads: Sequence[tuple[Tensor, float]], scorer: HeadScorer) -> tup
     for head_and_penalty, loss in zip(heads, by_head.tolist(), strict=True):
         if loss <= limit:
             good_enough.append(head_and_penalty)
-    return max(good_enough, key=lambda head_and_penalty: head_and_penalty[1])
+    return _largest_penalty(good_enough)
+
+
+def _largest_penalty(heads: Sequence[tuple[Tensor, float]]) -> tuple[Tensor, float]:
+    """Return the (head, penalty) with the largest penalty."""
+    return max(heads, key=lambda head_and_penalty: head_and_penalty[1])
 
 
 def strongest_penalty(heads: Sequence[tuple[Tensor, float]], scorer: HeadScorer) -> tuple[Tensor, float]:
@@ -119,7 +124,7 @@ def strongest_penalty(heads: Sequence[tuple[Tensor, float]], scorer: HeadScorer)
     for head_and_penalty, accuracy in zip(heads, accuracies, strict=True):
         if accuracy >= best - standard_error:
             good_enough.append(head_and_penalty)
-    return max(good_enough, key=lambda head_and_penalty: head_and_penalty[1])
+    return _largest_penalty(good_enough)
 
 
 def solve(gram: Tensor, cross: Tensor, penalty: float, absent: Tensor | None = None) -> Tensor:
