@@ -40,7 +40,7 @@ from fedgraft.edit import choose, fisher
 from fedgraft.engines import batched
 from fedgraft.local import losses, optimizers
 from fedgraft.local import train as local_training
-from fedgraft.metrics.names import METRIC_NAMES
+from fedgraft.metrics.names import LABEL_SET_NAMES, METRIC_NAMES
 from fedgraft.runs import loop
 
 BODY = "trainable.kind=last_blocks"
@@ -93,7 +93,8 @@ def rows_from_tables() -> dict[str, tuple[str, ...]]:
         "secure and private": ("privacy.aggregation=secure", *PRIVATE),
     }.items():
         rows[f"protection {protection}"] = (*options, BODY)
-    rows["metrics"] = (f"metrics={list(METRIC_NAMES)}", "personal.evaluate=end", "personal.finetune_epochs=1")
+    measured = [name for name in METRIC_NAMES if name not in LABEL_SET_NAMES]
+    rows["metrics"] = (f"metrics={measured}", "personal.evaluate=end", "personal.finetune_epochs=1")
     rows["dropout"] = ("model.dropout=0.1", BODY)
     rows["clipped gradients"] = ("local.clip=0.01", BODY)
     rows["own masks"] = (*SPARSE, "trainable.sparse.per_client=true")
