@@ -19,7 +19,7 @@ TEXT = "bytes: 5.7 kB down and 5.7 kB up per client and round; 454.7 kB down and
 @pytest.mark.parametrize("terminal", [True, False])
 def test_words_stay_whole(terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 20)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *given, **named: os.terminal_size((40, 20)))
     echo(TEXT)
     lines = capsys.readouterr().out.splitlines()
     assert " ".join(line.strip() for line in lines) == TEXT  # nothing is broken at a hyphen or within a word
