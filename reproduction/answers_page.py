@@ -82,7 +82,7 @@ def answers_page(found: Results) -> str:
         shown = [f"![{one.title}]({one.name}/{one.figure.name})"] if one.figure else []
         told = "\n".join(f"- {key}: {f'`{text}`' if key == 'Command' else text}" for key, text in one.facts.items())
         more = [f"All numbers and settings: [{one.name}]({one.name}.md)."] if one.paged else []
-        rows = markdown_table(list(one.rows[0]), [_emphasised(row) for row in one.rows])
+        rows = markdown_table(list(one.rows[0]), [_emphasised(row) for row in one.rows], with_markup=True)
         head = [f"## {one.name.upper()} {one.title}", one.question, f"**{one.sentences}**"]
         parts += [*head, *shown, told, *more, rows]
     return "\n\n".join(parts) + "\n"
@@ -309,7 +309,8 @@ def claim_rows(parts: Mapping[str, Mapping[str, Part]]) -> Table:
 
 def claims_page(found: Results) -> str:
     """The appendix as Markdown."""
-    return _APPENDIX + "\n\n" + markdown_table(list(found.claims[0]), [_emphasised(row) for row in found.claims]) + "\n"
+    table = markdown_table(list(found.claims[0]), [_emphasised(row) for row in found.claims], with_markup=True)
+    return f"{_APPENDIX}\n\n{table}\n"
 
 
 def _emphasised(row: Mapping[str, str]) -> list[str]:

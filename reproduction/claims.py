@@ -96,7 +96,7 @@ def said(claim: Claim, effect: Effect | Fact | None, verdict: Verdict | None = N
 def verdict_table(found: Sequence[Row]) -> str:
     """Markdown rows of verdicts."""
     rows = [[r.claim.row, f"{r.claim.text} ({r.claim.document})", r.measured, f"**{r.verdict}**"] for r in found]
-    return markdown_table(["row", "claim", "measured", "verdict"], rows)
+    return markdown_table(["row", "claim", "measured", "verdict"], rows, with_markup=True)
 
 
 def listing() -> list[tuple[int, str, str, list[str]]]:

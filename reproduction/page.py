@@ -229,7 +229,7 @@ def _settings(found: Found) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
+    return markdown_table(list(rows[0]), [list(row.values()) for row in rows], with_markup=True)
 
 
 def _markdown(

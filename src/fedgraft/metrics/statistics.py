@@ -162,17 +162,23 @@ def bytes_to(lines: Sequence[Mapping[str, Any]], target: float) -> int | None:
     return None
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table."""
-    lines = [_markdown_row(header), f"|{'---|' * len(header)}"]
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]], with_markup: bool = False) -> str:
+    """Return a Markdown table; cells are shown word for word, or, `with_markup`, are Markdown of the caller's own."""
+    lines = [_markdown_row(header, with_markup), f"|{'---|' * len(header)}"]
     for row in rows:
-        lines.append(_markdown_row(row))
+        lines.append(_markdown_row(row, with_markup))
     return "\n".join(lines)
 
 
-def _markdown_row(cells: Sequence[object]) -> str:
-    """Return one row of a Markdown table, with `|` escaped."""
-    return "| " + " | ".join(markdown_cell(str(cell)) for cell in cells) + " |"
+def _markdown_row(cells: Sequence[object], with_markup: bool) -> str:
+    """Return one row of a Markdown table; of cells that are Markdown themselves only `|` is escaped."""
+    shown = []
+    for cell in cells:
+        if with_markup:
+            shown.append(str(cell).replace("|", r"\|"))
+        else:
+            shown.append(markdown_cell(str(cell)))
+    return "| " + " | ".join(shown) + " |"
 
 
 def latex_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
