@@ -37,6 +37,7 @@ class Remote(Protocol):
     """Bytes of all messages so far, whatever for."""
 
     def open(self, run: str, tensors: Mapping[str, Tensor]) -> None: ...
+    def present_clients(self) -> list[int]: ...
     def exchange(self, requests: Sequence[Request]) -> Iterable[Response | tuple[int, Response | bytes | str]]: ...
 
 
@@ -141,6 +142,15 @@ class Engines:
         sums = Sums(exchange, setup.federation.run, clients, setup.task.network, setup.algorithm.privacy)
         sums.example_counts = ExampleCounts(setup.task.data.sizes_by_client(), dealt=setup.task.data.rows_known)
         return sums
+
+    def presence(self) -> list[str]:
+        """Return the words of a cached result for who can be asked now; [] where all clients are on this machine.
+
+        A sum over the nodes that were there in an earlier run is another sum than one over those of today.
+        """
+        if self.remote is None:
+            return []
+        return ["present", *map(str, self.remote.present_clients())]
 
     def close(self) -> None:
         """End the worker processes that are left."""

@@ -338,7 +338,7 @@ def install_head(setup: RunSetup, engines: Engines) -> InitialModel | None:
         head = _make_head(setup, sums, scorer)
         return {"head": head, "traffic": torch.tensor([sums.up, sums.down])}
 
-    cached = cached_tensors("heads", _head_recipe(setup), make, lambda: not sums.lost)
+    cached = cached_tensors("heads", [*_head_recipe(setup), *engines.presence()], make, lambda: not sums.lost)
     head = cached["head"]
     bytes_up, bytes_down = cached["traffic"].tolist()
     engines.close()
@@ -349,7 +349,7 @@ def install_head(setup: RunSetup, engines: Engines) -> InitialModel | None:
 
 
 def _head_recipe(setup: RunSetup) -> list[str]:
-    """Return the words that a cached head is stored under: everything that it depends on."""
+    """Return the words that a cached head is stored under: all that it depends on but who can be asked."""
     model_options = setup.config.model.model_dump_json(include={"ridge", "probe_steps", "head_clients"})
     network = setup.task.network
     return [

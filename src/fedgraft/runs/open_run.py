@@ -205,7 +205,7 @@ class FederationAsk:
         partial_sum = None
         if self.setup.task.data.rows_known:  # else nobody here knows whether the clients' data is still the same
             request = json.dumps([self.setup.federation.clients, action, dict(settings)], sort_keys=True)
-            partial_sum = PartialSum("edits", [*calibration_identity(self.setup), request], vector)
+            partial_sum = PartialSum("edits", [*self._identity(), request], vector)
             self._partial_sums.append(partial_sum)
         return self._sums.ask(action_named(action), vector, settings, partial_sum)
 
@@ -224,9 +224,13 @@ class FederationAsk:
         responses = masks_of_usual_share(valid_responses(sums.exchange, requests, expected))
         return {response.client: response.evidence for response in responses}
 
+    def _identity(self) -> list[str]:
+        """Return the words of what depends on the clients' data: the data, the network, and who can be asked now."""
+        return [*calibration_identity(self.setup), *self.engines.presence()]
+
     def cached(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return what `make` computes, or what it computed before on this machine from the same network and data."""
-        identity = [*calibration_identity(self.setup), *recipe]
+        identity = [*self._identity(), *recipe]
         tensors = cached_tensors("edits", identity, make, lambda: not self._sums.lost)
         for partial_sum in self._partial_sums:
             partial_sum.forget()

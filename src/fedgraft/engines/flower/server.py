@@ -133,6 +133,11 @@ class FlowerEngine:
         """Wait until enough nodes are connected at the start of a run; raise if they do not come in time."""
         self.registry.gather(self.patience.least, self.patience.wait, self.clock, self.sleep)
 
+    def present_clients(self) -> list[int]:
+        """Return the clients that a node serves now, in order."""
+        self.registry.refresh()
+        return sorted(self.registry.nodes)
+
     def limit_responses(self, most: int) -> None:
         """From now on accept no response of more than `most` bytes, where the carrier can refuse one."""
         self.transport.limit_responses(most)
