@@ -7,10 +7,12 @@ server, because a node sees messages and not who wrote them. A hostile node answ
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import select
+import shutil
 import socket
 import ssl
 import threading
@@ -31,6 +33,7 @@ from tests.support.tiny import Open
 from fedgraft.client.policy import policy_toml
 from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.deploy.limits import request_too_large
+from fedgraft.deploy.process import PINNED_POLICY
 
 UNPROTECTED = {"a run without hiding", "a run without noise"}
 RULES: Mapping[str, Mapping[str, dict[str, Any]]] = {
@@ -49,6 +52,10 @@ RULES: Mapping[str, Mapping[str, dict[str, Any]]] = {
 """By protection, policies that the run's own config breaks: not even an honest request is carried out."""
 
 
+ANEW = "anew"
+"""A file in the victim's folder: at its next request it has forgotten all runs, as if it were started anew."""
+
+
 class Stage:
     """One run of the federation: what the hostile server knows, and its line to the node."""
 
@@ -58,20 +65,26 @@ class Stage:
 
         self.config, self.open, self.home = config, Open(config), Path(os.environ["VICTIM_HOME"])
         self.engine = FlowerEngine(_make_transport(grid, settings), config.partition.clients, Patience(deadline=120.0))
-        (self.home.parent / "policy.toml").write_text(
-            "request_megabytes = 32\n"
-        )  # the policy of another run: no greeting
+        self.own_policy("request_megabytes = 32\n")  # the policy of another run would refuse the greeting
         until = time.monotonic() + 120
         while VICTIM not in self.engine.registry.nodes and time.monotonic() < until:
             self.engine.registry.refresh()
             time.sleep(0.1)
         self.engine.open(self.open.setup.federation.run, self.open.opened.message(False))
+        self.weights = copy.deepcopy(self.open.network.state_dict())
 
     def begin(self, policy: Any) -> None:
-        """A node without a past, under this policy."""
+        """A node without a past, under this policy: what its owner does who starts it anew with other rules."""
         (self.home / "ledger").unlink(missing_ok=True)
+        shutil.rmtree(self.home / "models", ignore_errors=True)
+        (self.home / ANEW).touch()
         self.engine.memory = {}
-        (self.home.parent / "policy.toml").write_text(policy_toml(policy))
+        self.own_policy(policy_toml(policy))
+
+    def own_policy(self, text: str) -> None:
+        """Let the node's owner write this policy, and the node start under it."""
+        (self.home.parent / "policy.toml").write_text(text)
+        (self.home / PINNED_POLICY).write_text(text)
 
     @property
     def run_fingerprint(self) -> str:
@@ -86,10 +99,12 @@ class DeployedWorld(World):
 
     def __init__(self, stage: Stage, protection: str) -> None:
         opened = stage.open
+        opened.network.load_state_dict(stage.weights)  # earlier clients were played on it
         self.stage, self.algorithm, self.context = stage, opened.algorithm, opened.context
         self.run = opened.setup.federation.run
         self.toy: Any = SimpleNamespace(federation=opened.setup.federation, state=opened.begin(), space=opened.space)
         self.memory, self.said, self.lied_at, self.elsewhere = {}, [], "", ""
+        self.histories = {}  # the victim has its own, behind Flower
         self.refusals: list[tuple[float, float, int]] = []
         """(from, until, length of the sentence) of every refusal."""
         self.context.replays = opened.setup.backbone_context.replays = True
@@ -103,6 +118,12 @@ class DeployedWorld(World):
         for context in others:
             context.policies = (replace(self.policy, pinned_peers=False),)
             context.run_fingerprint = self.stage.run_fingerprint
+
+    def backup(self) -> bytes:
+        return (self.stage.home / "ledger").read_bytes()
+
+    def restore(self, backup: bytes) -> None:
+        (self.stage.home / "ledger").write_bytes(backup)
 
     def tell(self, request: Request) -> Answer:
         if request.client != VICTIM:
@@ -123,11 +144,11 @@ class DeployedWorld(World):
 
 def by_the_config(family: str, protection: str, reason: str) -> bool:
     """Whether a rule that the config implies has refused, which a node asks before the owner's: nothing in the clear
-    where it hides, nothing but training under differential privacy."""
+    where it hides, nothing but training under differential privacy, no other run than that of its config."""
     implied = "private" in protection and re.match(r"refused by the rule 'actions': '(?!train')", reason) is not None
-    return (implied or (family == "actions" and reason.startswith("refused by the rule 'secure'"))) and (
-        reason.endswith("; 0 bytes after it")
-    )
+    hidden = family in ("actions", "images") and reason.startswith("refused by the rule 'secure'")
+    another_run = family == "life" and reason.startswith("refused by the rule 'config'")
+    return (implied or hidden or another_run) and reason.endswith("; 0 bytes after it")
 
 
 def tell_all(stage: Stage, protection: str, degree: int | None) -> list[dict[str, Any]]:
@@ -198,6 +219,25 @@ def take_server() -> None:
         return {}
 
     flower_apps._run_task = hostile
+
+
+def take_victim() -> None:
+    """Let the victim start anew whenever it is told to."""
+    from fedgraft.engines.flower import node_link
+
+    serve = node_link.serve
+    marker = Path(os.environ["VICTIM_HOME"]) / ANEW
+
+    def serve_anew(address: Path, owner: int, carry_out: Any, **more: Any) -> None:
+        def answer(request: Any) -> Any:
+            if marker.exists():
+                marker.unlink()
+                carry_out.__self__.runs.clear()
+            return carry_out(request)
+
+        serve(address, owner, answer, **more)
+
+    node_link.serve = serve_anew
 
 
 # ---- a hostile node --------------------------------------------------------------------------------------------------
@@ -274,7 +314,14 @@ class Meter:
                     ready = [end for end in (here, there) if end.pending()]
                     ready = ready or select.select([here, there], [], [])[0]
                     for source in ready:
-                        data = source.recv(1 << 16)
+                        # TLS has messages of its own, after which a socket is readable and `recv` has nothing to give.
+                        source.settimeout(0.02)
+                        try:
+                            data = source.recv(1 << 16)
+                        except TimeoutError:
+                            continue
+                        finally:
+                            source.settimeout(None)
                         if not data:
                             return
                         if source is here:

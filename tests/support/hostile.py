@@ -113,6 +113,20 @@ class World:
         self.said.append((request.action, request.client, answer))
         return answer
 
+    @property
+    def head_shape(self) -> tuple[int, int]:
+        """Classes, and features with the bias."""
+        classes, width = dict(self.context.network.named_parameters())["head.weight"].shape
+        return classes, width + 1
+
+    def backup(self) -> Any:
+        """Return the victim's memory as it is now."""
+        return dict(self.memory[VICTIM])
+
+    def restore(self, backup: Any) -> None:
+        """Let the victim go on with an earlier memory."""
+        self.memory[VICTIM] = backup
+
     def sum(
         self,
         tamper: Tamper = lambda request: request,
@@ -395,7 +409,7 @@ LIES: dict[str, Lie] = {
     ),
     "statistics of five, gradients of four": Lie(
         "other_sets",
-        _after(lambda w: w.sum(action="statistics"), lambda w: w.sum(action="head_gradient", clients=FOUR, **_head())),
+        _after(lambda w: w.sum(action="statistics"), lambda w: w.sum(action="head_gradient", clients=FOUR, **_head(w))),
         HIDDEN,
         "sets",
     ),
@@ -403,7 +417,7 @@ LIES: dict[str, Lie] = {
         "other_sets",
         _after(
             lambda w: w.sum(action="statistics"),
-            lambda w: w.sum(action="head_gradient", silent={"secure.masked": OTHER}, **_head()),
+            lambda w: w.sum(action="head_gradient", silent={"secure.masked": OTHER}, **_head(w)),
         ),
         HIDDEN,
         "sets",
@@ -476,8 +490,8 @@ def _elsewhere(world: World) -> Any:
         secagg_server.part_of = honest
 
 
-def _head() -> dict[str, Any]:
-    return {"auxiliary": {"head": torch.zeros(CLASSES, WIDTH + 1, dtype=torch.float64)}}
+def _head(world: World, value: float = 0.0) -> dict[str, Any]:
+    return {"auxiliary": {"head": torch.full(world.head_shape, value, dtype=torch.float64)}}
 
 
 def _gradients(world: World, **changes: Any) -> Any:
@@ -493,7 +507,7 @@ def _questions(world: World) -> Any:
     """Counts of three heads one by one, of which two are allowed."""
     world.allow(queries=2)
     for number in range(3):
-        head = torch.full((1, CLASSES, WIDTH + 1), float(number), dtype=torch.float64)
+        head = torch.full((1, *world.head_shape), float(number), dtype=torch.float64)
         world.tell(world.request(action="count", vector=None, auxiliary={"heads": head}))
 
 
@@ -501,7 +515,7 @@ def _hidden_questions(world: World) -> Any:
     world.allow(queries=1)
     world.sum(action="statistics")
     world.said.clear()
-    return world.sum(action="head_gradient", **_head())
+    return world.sum(action="head_gradient", **_head(world))
 
 
 def _spent(world: World, account: tuple[float, float] | None = (0.7, 1e-5)) -> Any:
@@ -524,17 +538,16 @@ def _spent(world: World, account: tuple[float, float] | None = (0.7, 1e-5)) -> A
 def _restored(world: World) -> Any:
     """Two sums, and then the victim's memory of before the second comes back from a backup."""
     world.sum(action="statistics")
-    backup = dict(world.memory[VICTIM])
-    world.sum(action="head_gradient", **_head())
-    world.memory[VICTIM] = backup
+    backup = world.backup()
+    world.sum(action="head_gradient", **_head(world))
+    world.restore(backup)
     world.said.clear()
-    head = {"auxiliary": {"head": torch.ones(CLASSES, WIDTH + 1, dtype=torch.float64)}}
-    return world.sum(action="head_gradient", number=1, **head)
+    return world.sum(action="head_gradient", number=1, **_head(world, 1.0))
 
 
 def _more(world: World) -> Any:
     """Another question, over one client more."""
-    return world.sum(action="head_gradient", **_head())
+    return world.sum(action="head_gradient", **_head(world))
 
 
 def _late(world: World, stage: str) -> Request:

@@ -17,6 +17,9 @@ from fedgraft.algorithms.algorithm import vary
 from fedgraft.client import history as histories
 from fedgraft.client.history import ModelHistory, RunRates, model_digest
 from fedgraft.client.train import train_locally
+from fedgraft.core.errors import Refused
+from fedgraft.core.space import select
+from fedgraft.edit.sparse import Sparse
 from fedgraft.local.schedules import constant_rate, cosine
 from fedgraft.privacy.protection import Secure
 from fedgraft.server.sample import instruct
@@ -248,3 +251,59 @@ def test_the_bound_is_that_of_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_algorithms_of_the_zoo_have_a_reach_under_secure_aggregation() -> None:
     made = vary(zoo.fedavg(), privacy=Secure())
     assert made.server.reach(2.0, 10, 1) == 2.0
+
+
+def scored(world: World, vector: Tensor, number: int = 0) -> Mapping[str, Tensor] | None:
+    """The hidden gradient of all weights of the body at these weights, over all images of all clients."""
+    names = [name for name, _ in world.context.network.named_parameters() if not name.startswith("head")]
+    return world.sum(action="gradient", vector=vector, number=number, names="\n".join(names), draw=0, share=1.0)
+
+
+def test_weights_are_scored_at_the_nodes_own_values_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a head that is sure of all classes but the victim's, the hidden gradient is that of the victim alone."""
+    world = secure_world()
+    weights = select(world.context.network, lambda name: True, buffers=False)
+    own = weights.gather(world.context.network)
+    assert scored(world, own) is not None
+    for spoiled in (own + 1e-6, own.where(torch.arange(len(own)) != 5, 0.1 * own)):  # nothing is softened here
+        world = secure_world()
+        assert scored(world, spoiled) is None
+        assert "not those of this node's network" in world.refused()
+    world = secure_world()
+    assert scored(world, crafted(world)) is None
+    refused = [answer for _, _, answer in world.said if isinstance(answer, str)]
+    assert refused and all("rule 'head'" in answer for answer in refused)
+    assert torch.equal(weights.gather(world.context.network), own)  # a refusal leaves no foreign weights behind
+
+    monkeypatch.setattr(ModelHistory, "check_scored", nothing)
+    world = secure_world()
+    sums = scored(world, crafted(world))
+    assert sums is not None
+    alone = secure_world()
+    keep = alone.context.rows
+    alone.context.rows = lambda client: keep(client) if client == VICTIM else keep(client)[:0]
+    own_sums = scored(alone, crafted(alone))
+    assert own_sums is not None
+    difference = (sums["gradient"] - own_sums["gradient"]).norm() / own_sums["gradient"].norm()
+    assert float(difference) < 1e-3
+
+
+def test_weights_are_scored_before_the_first_round_only() -> None:
+    world = secure_world()
+    own = select(world.context.network, lambda name: True, buffers=False).gather(world.context.network)
+    assert train(world) is not None
+    world.said.clear()
+    assert scored(world, own, number=1) is None
+    assert "before the first round only" in world.refused()
+
+
+def test_softened_weights_may_be_scored_where_the_trainable_kind_softens_them() -> None:
+    world = secure_world()
+    own = select(world.context.network, lambda name: True, buffers=False).gather(world.context.network)
+    trainable = Sparse(soft=0.1)
+    request = world.request(vector=own.where(torch.arange(len(own)) % 3 != 0, own * 0.1))
+    history = node(world)
+    history.check_scored(request, vary(world.algorithm, trainable=trainable), world.context)
+    with pytest.raises(Refused) as refusal:
+        history.check_scored(request, world.algorithm, world.context)
+    assert refusal.value.fields["check"] == "scored"

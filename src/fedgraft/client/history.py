@@ -5,7 +5,8 @@ can see to it that they do not: under a head that is sure of every class but one
 has a gradient. So a node trains on a model only if it can be a step of the run: the first one is the model that all
 were told, every later one lies within reach of the last one, rates are those of the config, and the head is alive
 for the client's own images. Models that a client trained on, or that follow from them, are also the only ones that
-it says its number of right answers about.
+it says its number of right answers about. Before the first round weights are scored at the node's own weights
+(`check_scored`): at made-up ones the sum of all gradients can be that of one image.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from fedgraft.core.device import fetch
 from fedgraft.core.errors import Refused
 from fedgraft.core.label_sets import logit_errors
 from fedgraft.core.messages import Request
+from fedgraft.core.space import select
 from fedgraft.core.state import Schedule
 from fedgraft.edit.trainable import is_head
 from fedgraft.local.features import feature_batches
@@ -71,6 +74,13 @@ class RunRates:
     """The schedule multiplies the rate by what follows from the round alone; else the rate may be any smaller one."""
 
 
+@runtime_checkable
+class SoftensWeights(Protocol):
+    """A trainable kind that scores weights while excluded ones are multiplied by a factor."""
+
+    soft: float
+
+
 @dataclass
 class ModelHistory:
     """What a client remembers of a run's models; `save` stores `memory` so that it survives the process."""
@@ -99,6 +109,39 @@ class ModelHistory:
         if request.round == 0 and self.origin is not None and not torch.equal(vector, self.origin):
             raise Refused("the first round has another model than the one that all were told", "history", check="first")
         check_head(request, algorithm, context, LEAST_SIGNAL if request.round == 0 else LEAST_LATER_SIGNAL)
+
+    # ---- before a client scores weights
+
+    def check_scored(self, request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+        """Refuse to score weights at other values than the node's own, under a dead head, or once the rounds began.
+
+        The head alone may be another one, because the clients make it before. A trainable kind that scores with
+        excluded weights softened (`soft`) may have any weights multiplied by that factor. Until the first round the
+        network holds the node's own weights; it holds them again afterwards.
+        """
+        if self._digests:
+            raise Refused("weights are scored before the first round only", "history", check="phase")
+        network = context.network
+        all_weights = select(network, lambda name: True, buffers=False)
+        own = all_weights.gather(network)
+        vector = model_vector(request)
+        allowed = vector == own
+        if isinstance(algorithm.trainable, SoftensWeights):
+            allowed |= vector == own * algorithm.trainable.soft
+        begin = 0
+        for part in all_weights.parts:
+            if is_head(network, part.name):
+                allowed[begin : begin + part.size] = True
+            begin += part.size
+        if not bool(allowed.all()):
+            raise Refused("the weights to be scored are not those of this node's network", "history", check="scored")
+        context.forget_binding()
+        all_weights.scatter(vector, network)
+        signal = head_signal(context, request.client, trains_body=True)
+        all_weights.scatter(own, network)
+        require_signal(signal, LEAST_SIGNAL)
+
+    # ---- while a client trains
 
     def record(self, request: Request, algorithm: Algorithm, norm: float) -> None:
         """Remember that this client trained on the model of a request; its own update has the length `norm`.
@@ -233,18 +276,27 @@ class ModelHistory:
 def check_head(request: Request, algorithm: Algorithm, context: ClientContext, least: float) -> None:
     """Refuse a model whose head is saturated or dead for this client: others would then stand alone in the sum.
 
-    The head sends (p - y) W back for an image, with probabilities p, the label y and weights W. If its mean length over
-    the client's own images, as a share of the largest singular value of W, is below `least`, the client's update would
-    be next to nothing. Where nothing but the head trains p - y is looked at. The model is loaded into the network.
+    Its update would be next to nothing where `head_signal` is below `least`. The model is loaded into the network.
     """
     context.load_model(model_vector(request))
+    trains_body = any(not is_head(context.network, part.name) for part in context.space.parts)
+    signal = head_signal(context, request.client, trains_body)
+    context.forget_binding()
+    require_signal(signal, least)
+
+
+def head_signal(context: ClientContext, client: int, trains_body: bool) -> float | None:
+    """Return how much the network's head sends back on average for a client's own images; None if it has none.
+
+    The head sends (p - y) W back for an image, with probabilities p, the label y and weights W; its length counts as a
+    share of the largest singular value of W. Where nothing but the head trains it is the length of p - y.
+    """
     network = context.network
-    rows = context.rows(request.client)[:SAMPLE]
+    rows = context.rows(client)[:SAMPLE]
     if not len(rows):
-        return
+        return None
     weight = fetch(network.head.weight.detach()).double()
     bias = fetch(network.head.bias.detach()).double()
-    trains_body = any(not is_head(network, part.name) for part in context.space.parts)
     total = 0.0
     for batch_rows, pooled in feature_batches(network, context.examples, rows):
         logits = pooled.double() @ weight.T + bias
@@ -253,11 +305,15 @@ def check_head(request: Request, algorithm: Algorithm, context: ClientContext, l
         if trains_body:
             sent_back = error @ weight / max(float(torch.linalg.matrix_norm(weight, 2)), torch.finfo().tiny)
         total += float(torch.linalg.vector_norm(sent_back, dim=1).sum())
-    context.forget_binding()
-    if not total / len(rows) >= least:
+    return total / len(rows)
+
+
+def require_signal(signal: float | None, least: float) -> None:
+    """Refuse a head that sends back less than `least`; a client without images (None) has nothing to protect."""
+    if signal is not None and not signal >= least:
         raise Refused(
             "the head of the model is saturated or dead for this client's images: its own update would be nothing, and "
             "the sum that of others",
             "head",
-            signal=total / len(rows),
+            signal=signal,
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.action import Action, SumScope
+from fedgraft.client.action import Action, RunPhase, SumScope
 from fedgraft.client.actions import action_named
 from fedgraft.client.authorize import allows_other_sets, check_question, policies_in_force, rows_of
 from fedgraft.client.context import ClientContext, with_full_model
@@ -71,11 +71,13 @@ def secure_stage(
                 question = check_question(request, action, algorithm, context, ledger, plan)
                 ledger.hold_question(rows_of(request, action, context), question, plan)
             full_request = with_full_model(request, context)
-            history = context.history if action.in_rounds else None
-            if history is not None:
+            history = context.history
+            if history is not None and action.in_rounds:
                 history.check(full_request, algorithm, context)
+            if history is not None and action.phase is RunPhase.CALIBRATION and full_request.vector is not None:
+                history.check_scored(full_request, algorithm, context)
             summand, memory_after = action.summed(full_request, algorithm, context, memory)
-            if history is not None:
+            if history is not None and action.in_rounds:
                 history.record(full_request, algorithm, update_length(summand))
             values = _with_cut_flag(secure_client.plan.ring, summand, request)
             for name, tensor in memory_after.items():

@@ -8,6 +8,10 @@ if os.environ.get("HOSTILE") == "server" and any(word.endswith("flwr-serverapp")
     from tests.support import deployed_lies
 
     deployed_lies.take_server()
+if os.environ.get("HOSTILE") == "server" and "fedgraft.deploy.node" in words:
+    from tests.support import deployed_lies
+
+    deployed_lies.take_victim()
 if os.environ.get("HOSTILE") == "node" and "fedgraft.deploy.node" in words:
     from tests.support import deployed_lies
 
