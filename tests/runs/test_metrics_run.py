@@ -35,6 +35,12 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return folder, run(tiny(ASKED, "select=balanced_accuracy", "local.lr=0.3"), folder, console=False)
 
 
+def test_the_confusion_matrix_comes_with_any_metric(tmp_path: Path) -> None:
+    summary = run(tiny("metrics=auroc", "local.lr=0.3"), tmp_path / "run", console=False)
+    assert sum(map(sum, summary["confusion"])) == summary["metrics"]["auroc"]["n"]
+    assert "confusion" not in run(tiny("local.lr=0.3"), tmp_path / "none", console=False)
+
+
 @torch.inference_mode()
 def predictions(folder: Path, client: int | None = None) -> tuple[Tensor, Tensor]:
     """Scores and labels of the delivered model on the test images, of one client or all."""

@@ -185,6 +185,8 @@ def test_every_export_has_a_card_without_paths(walk: Walk) -> None:
             "2 owners",
             "light, night",
             "## Training",
+            "| clients | 2 |",
+            "| learning rate | 0.",
             "fedavg",
             "test accuracy",
             "in the clear",

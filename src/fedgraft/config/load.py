@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -18,6 +19,9 @@ from fedgraft.config.describe import annotation_of, describe_options, known_keys
 from fedgraft.config.options import Config
 from fedgraft.core.device_choice import AUTO
 from fedgraft.core.errors import FedgraftError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 __all__ = [
     "Config",
@@ -87,7 +91,11 @@ def parse_override(word: str) -> dict[str, Any]:
 
 
 def _override_value(key: str, text: str) -> Any:
-    """Return the value of a `key=value` word; `none` means the default, unless it is a word of the option itself."""
+    """Return the value of a `key=value` word.
+
+    `none` means the default, unless it is a word of the option itself. Words with commas are a list where the option is
+    one: `metrics=auroc,f1`.
+    """
     own_words = str(annotation_of(key))
     if text in ("true", "false") and f"'{text}'" in own_words:
         return text
@@ -97,6 +105,8 @@ def _override_value(key: str, text: str) -> Any:
         pass
     if text in ("None", "null") or (text == "none" and "'none'" not in own_words):
         return None
+    if own_words.startswith("tuple[") and text:
+        return [word.strip() for word in text.split(",")]
     return text
 
 
@@ -140,11 +150,15 @@ def _require_usual_integers(value: Any, key: str = "") -> None:
 
 
 def _first_mistake(error: ValidationError) -> FedgraftError:
-    """Return the error about the first mistake of a config."""
+    """Return the error about the first mistake of a config; unknown options are all named at once."""
+    unknown = []
+    for mistake in error.errors():
+        if mistake["type"] == "extra_forbidden":
+            unknown.append(_option_of(mistake["loc"]))
+    if unknown:
+        return _unknown_options(unknown)
     mistake = error.errors()[0]
-    key = ".".join(str(part) for part in mistake["loc"])
-    if mistake["type"] == "extra_forbidden":
-        return _unknown_option(key)
+    key = _option_of(mistake["loc"])
     if mistake["type"] in {"model_type", "model_attributes_type"}:
         inside = ", ".join(known for known in known_keys() if known.startswith(key + "."))
         return FedgraftError(
@@ -154,19 +168,76 @@ def _first_mistake(error: ValidationError) -> FedgraftError:
     if not key:
         return FedgraftError("E-CONFIG-OPTIONS", f"{reason}.")
     if mistake["type"] != "value_error":
-        reason += f" (got {repr(mistake['input'])[:80]})"
+        reason += f" (got {repr(mistake['input'])[:80]}){_nearest_value(mistake)}"
     return FedgraftError("E-CONFIG-VALUE", f"{key}: {reason}.", option=key, value=mistake["input"])
 
 
-def _unknown_option(key: str) -> FedgraftError:
-    """Return the error about the unknown option `key`; its hint is the nearest known option."""
+def _nearest_value(mistake: ErrorDetails) -> str:
+    """Return "; the nearest one is ..." where an option has a list of values and one of them is near; else ""."""
+    if mistake["type"] != "literal_error":
+        return ""
+    values = re.findall("'([^']+)'", str(mistake.get("ctx", {}).get("expected", "")))
+    nearest = difflib.get_close_matches(str(mistake["input"]).lower(), values, n=1, cutoff=0.5)
+    return f"; the nearest one is {nearest[0]!r}" if nearest else ""
+
+
+def _option_of(place: Sequence[int | str]) -> str:
+    """Return the full name of an option from its place in the tables: "local.lr"."""
+    return ".".join(str(part) for part in place)
+
+
+OTHER_NAMES = {
+    "learningrate": "lr",
+    "learning_rate": "lr",
+    "rate": "lr",
+    "batch": "batch_size",
+    "batchsize": "batch_size",
+    "weightdecay": "weight_decay",
+    "wd": "weight_decay",
+    "clients_per_round": "fraction",
+    "participation": "fraction",
+    "n_clients": "clients",
+    "num_clients": "clients",
+    "rounds": "total",
+    "num_rounds": "total",
+    "local_epochs": "epochs",
+    "local_steps": "steps",
+    "density": "sparsity",
+    "r": "rank",
+}
+"""Last words of options as other programs call them, and as they are called here."""
+
+
+def _unknown_options(keys: Sequence[str]) -> FedgraftError:
+    """Return the error about options that do not exist; its hint names for each the one that was probably meant."""
+    quoted = ", ".join(repr(key) for key in keys)
+    sentence = f"there is no option {quoted}" if len(keys) == 1 else f"there are no options {quoted}"
+    suggestions = []
+    for key in keys:
+        likely = _likely_option(key)
+        if likely:
+            suggestions.append(repr(likely))
+    hint = "`fedgraft options --all` lists them"
+    if len(suggestions) == 1:
+        hint = f"the nearest one is {suggestions[0]}"
+    elif suggestions:
+        hint = f"the nearest ones are {', '.join(suggestions)}"
+    return FedgraftError("E-CONFIG-UNKNOWN-OPTION", sentence, hint, option=keys[0], options=list(keys))
+
+
+def _likely_option(key: str) -> str:
+    """Return the option that an unknown one was probably meant to be; "" if none is near."""
     names = known_keys()
+    table, _, word = key.rpartition(".")
+    meant_word = OTHER_NAMES.get(word.lower())
+    if meant_word is not None:
+        for name in names:
+            same_table = not table or name.rpartition(".")[0].startswith(table)
+            if name.rpartition(".")[2] == meant_word and same_table:
+                return name
     tables = {name.rpartition(".")[0] for name in names if "." in name}
     nearest = difflib.get_close_matches(key, [*names, *sorted(tables)], n=1, cutoff=0.5)
-    hint = "`fedgraft options --all` lists them"
-    if nearest:
-        hint = f"the nearest one is {nearest[0]!r}"
-    return FedgraftError("E-CONFIG-UNKNOWN-OPTION", f"there is no option {key!r}", hint, option=key)
+    return nearest[0] if nearest else ""
 
 
 def to_toml(config: Config) -> str:

@@ -105,11 +105,13 @@ def _last_part(path: re.Match[str]) -> str:
 
 
 def _table(values: Mapping[str, object]) -> str:
-    """Return a Markdown table of names and values, an empty text without values."""
+    """Return a Markdown table of names and values, without those that are None; an empty text without values."""
     if not values:
         return ""
     lines = ["| | |", "|---|---|"]
     for name, value in values.items():
+        if value is None:
+            continue
         if isinstance(value, float):
             value = f"{value:.4g}"
         lines.append(f"| {markdown_cell(str(name))} | {markdown_cell(str(value))} |")

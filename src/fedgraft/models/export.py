@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,6 +100,17 @@ def check_free(folder: Path) -> None:
         )
 
 
+def _give_usual_permissions(folder: Path) -> None:
+    """Give all files of a folder the permissions that a new file has here; safetensors lets only their owner read."""
+    new_file = folder / ".new"
+    new_file.touch()
+    usual = stat.S_IMODE(new_file.stat().st_mode)
+    new_file.unlink()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(usual)
+
+
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to fill, which is renamed to `folder` when it is complete.
@@ -114,6 +126,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             new_folder = Path(scratch) / "made"
             new_folder.mkdir()
             yield new_folder
+            _give_usual_permissions(new_folder)
             if folder.is_dir():
                 folder.rmdir()
             new_folder.rename(folder)

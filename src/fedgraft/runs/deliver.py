@@ -98,12 +98,15 @@ def card_of(run: Adapted, summary: Summary) -> Card:
     config = run.setup.config
     algorithm = run.setup.algorithm
     edited = summary.get("edited", {})
+    clients = config.partition.clients
+    if summary.get("data"):
+        clients = summary["data"]["clients"]  # owners come with the data, whatever the config says
     training: dict[str, object] = {
         "algorithm": algorithm.name,
         "rounds": summary.get("rounds"),
         "delivered": _delivered(summary),
-        "clients": config.partition.clients,
-        "local rate": algorithm.local.lr,
+        "clients": clients,
+        "learning rate": summary.get("learning_rate", algorithm.local.lr),
         "batch": algorithm.local.batch_size,
         "weights trained": f"{edited.get('coordinates', 0):,} of {edited.get('of', 0):,}",
         "seed": config.seed,

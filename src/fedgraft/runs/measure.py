@@ -383,13 +383,18 @@ def accuracy_cells(response: Response, chosen: Sequence[str]) -> dict[str, Any]:
     return cells
 
 
-def tables(sums: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
-    """Return the confusion matrix (true class by row) and the reliability curve, where `chosen` names their metrics.
+READABLE_CLASSES = 100
+"""With more classes nobody reads a confusion matrix that was not asked for."""
 
-    `sums` are those of `metrics.scores`, `chosen` the metrics of the config.
+
+def tables(sums: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
+    """Return the confusion matrix (true class by row), and the reliability curve where `chosen` names its metric.
+
+    `sums` are those of `metrics.scores`, `chosen` the metrics of the config. The matrix comes with any metric, as it is
+    among the sums anyway; with more than `READABLE_CLASSES` classes only where `chosen` names it.
     """
     made: dict[str, Any] = {}
-    if "confusion" in chosen:
+    if "confusion" in chosen or ("confusion" in sums and len(sums["confusion"]) <= READABLE_CLASSES):
         made["confusion"] = sums["confusion"].long().tolist()
     if "calibration_error" in chosen:
         curve = []

@@ -182,6 +182,7 @@ def summary_of(
         "best_round": best.round,
         "rounds": state.round,
         "edited": {"coordinates": opened.space.trained, "of": _parameters(setup)},
+        "learning_rate": algorithm.lr,
         "start": start,
         "data": facts_of(data),
         **note_of(start, best, state.round, is_private, validation_images),

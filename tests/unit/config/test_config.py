@@ -288,3 +288,21 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 def test_bad_input_is_refused_before_torch_is_loaded() -> None:
     code = "import sys, fedgraft.config.load as c, fedgraft.cli.main; c.load(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_unknown_options_are_all_named_with_what_was_meant() -> None:
+    with raises("E-CONFIG-UNKNOWN-OPTION", options=["local.learningrate", "rounds.totl"]) as refusal:
+        load(None, ["local.learningrate=0.1", "rounds.totl=3"])
+    assert "'local.lr'" in str(refusal.value) and "'rounds.total'" in str(refusal.value)  # the sentence is the product
+    for word, meant in {"learning_rate": "local.lr", "num_rounds": "rounds.total", "local.rate": "local.lr"}.items():
+        assert f"the nearest one is {meant!r}" in sentence(f"{word}=1")
+
+
+def test_a_value_that_is_nearly_one_of_a_list_is_suggested() -> None:
+    assert "the nearest one is 'auroc'" in sentence("metrics=auc")
+
+
+def test_words_with_commas_are_a_list_where_the_option_is_one() -> None:
+    assert load(None, ["metrics=auroc,f1"]).metrics == ("auroc", "f1")
+    assert load(None, ["metrics=auroc"]).metrics == ("auroc",)
+    assert parse_override("data.path=a,b") == {"data": {"path": "a,b"}}

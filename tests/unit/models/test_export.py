@@ -176,6 +176,15 @@ def test_changed_backbones_and_wrong_labels_get_a_sentence(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+def test_all_files_have_the_permissions_of_a_new_file(tmp_path: Path) -> None:
+    """Who may read a new file may load the model: safetensors lets nobody but the owner."""
+    net = load_network("nano", classes=3)
+    export_model(net, tmp_path / "out", None, said(net), "card")
+    (tmp_path / "new").touch()
+    usual = (tmp_path / "new").stat().st_mode
+    assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {usual}
+
+
 def test_exporting_leaves_the_network_and_the_generators_alone(tmp_path: Path) -> None:
     net = moved(load_network("resnet18:width=8", 4, dropout=0.5)).train()
     before, state = digest(net), torch.get_rng_state()
