@@ -48,6 +48,16 @@ def run_charts(lines: Lines, best: int | None = None) -> list[Chart]:
     return [chart for chart in main + details if chart["series"]]
 
 
+def bars_of_layers(layers: Lines) -> list[Chart]:
+    """Return the chart of the share of each layer that trains, in percent; none without layers."""
+    if not layers:
+        return []
+    shares = [_short(100 * layer["trained"] / max(1, layer["of"])) for layer in layers]
+    names = [str(layer["name"]) for layer in layers]
+    series = [{"name": "trained", "y": shares}]
+    return [{"kind": "bars", "title": "Weights that train", "unit": " %", "categories": names, "series": series}]
+
+
 def compare_charts(runs: Mapping[str, Lines]) -> list[Chart]:
     """Return the overlaid curves of several runs, one series per run."""
     against_traffic = _chart("Accuracy against traffic", " %", *_accuracy_by_traffic(runs))
@@ -90,15 +100,14 @@ def _series(name: str, lines: Lines, y: Sequence[float | None], band: Sequence[A
 def _thinned_series(
     name: str, x: Sequence[float], y: Sequence[float | None], band: Sequence[Any] = ()
 ) -> Points | None:
-    """Return at most about `_POINTS` points of a series, the last one included; None without a number.
+    """Return at most about `_POINTS` points of a series, its extremes among them; None without a number.
 
     `x`, `y` and `band`, (low, high), have one entry for each point; points without `y` are left out.
     """
     present = [i for i, value in enumerate(y) if value is not None]
     if not present:
         return None
-    step = -(-len(present) // _POINTS)
-    chosen = sorted({*present[::step], present[-1]})
+    chosen = thinned(present, y, band)
     points: Points = {"name": name, "x": [], "y": []}
     if band:
         points |= {"low": [], "high": []}
@@ -110,6 +119,33 @@ def _thinned_series(
             points["low"].append(_short(low))
             points["high"].append(_short(high))
     return points
+
+
+def thinned(
+    present: Sequence[int], y: Sequence[float | None], band: Sequence[Any] = (), limit: int = _POINTS
+) -> list[int]:
+    """Return at most about `limit` of the indices `present`, so that no extreme of the curve is lost.
+
+    The curve is cut into pieces; of each the lowest and the highest value stay, and with a `band` of (low, high) its
+    lowest low and its highest high. The first and the last index always stay.
+    """
+    if len(present) <= limit:
+        return list(present)
+    extremes = 2
+    if band:
+        extremes = 4
+    pieces = max(1, limit // extremes)
+    chosen = {present[0], present[-1]}
+    for piece in range(pieces):
+        indices = present[piece * len(present) // pieces : (piece + 1) * len(present) // pieces]
+        chosen.add(min(indices, key=lambda i: y[i] or 0.0))
+        chosen.add(max(indices, key=lambda i: y[i] or 0.0))
+        if band:
+            banded = [i for i in indices if band[i][0] is not None]
+            if banded:
+                chosen.add(min(banded, key=lambda i: band[i][0]))
+                chosen.add(max(banded, key=lambda i: band[i][1]))
+    return sorted(chosen)
 
 
 def _line(name: str, lines: Lines, get: Getter) -> Points | None:
@@ -126,15 +162,21 @@ def _over_clients(name: str, lines: Lines, field: str) -> Points | None:
 
 
 def _training_loss(lines: Lines) -> Points | None:
-    """Return the training loss, with its min-max band over clients if they report theirs."""
-    loss = _line("training", lines, _value("train_loss"))
-    clients = _over_clients("", lines, "loss")
-    if loss is None or clients is None or loss["x"] != clients["x"]:
-        return loss
-    loss["name"] = "training (min-max over clients)"
-    loss["low"] = clients["low"]
-    loss["high"] = clients["high"]
-    return loss
+    """Return the training loss, with its min-max band over clients if they report theirs in the same rounds."""
+    losses = []
+    bands: list[tuple[float | None, float | None]] = []
+    for line in lines:
+        loss = _get(line, "train_loss")
+        clients = [value for value in _get(line, "clients", "loss") or [] if value is not None]
+        losses.append(loss)
+        if clients:
+            bands.append((min(clients), max(clients)))
+        else:
+            bands.append((None, None))
+    for loss, (low, _) in zip(losses, bands, strict=True):
+        if (loss is None) != (low is None):
+            return _series("training", lines, losses)
+    return _series("training (min-max over clients)", lines, losses, bands)
 
 
 def _alignment(lines: Lines) -> list[Points | None]:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import json_ready
+from fedgraft.core.files import flatten, json_ready
 from fedgraft.metrics.statistics import gap_cells, paired, summarise
 from fedgraft.report import figures
 from fedgraft.report import html as page
 from fedgraft.report.charts import compare_charts
-from fedgraft.report.html import CHARTS, csv_row, flatten, grid_table, header, rows_csv, section, write_page
-from fedgraft.report.run_page import read_config
+from fedgraft.report.html import CHARTS, csv_row, grid_table, header, rows_csv, section, write_page
+from fedgraft.report.run_view import read_config
 from fedgraft.report.run_record import RunInfo, RunRecord, describe_run
 from fedgraft.report.values import NONE
 
