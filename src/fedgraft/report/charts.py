@@ -58,28 +58,49 @@ def bars_of_layers(layers: Lines) -> list[Chart]:
     return [{"kind": "bars", "title": "Weights that train", "unit": " %", "categories": names, "series": series}]
 
 
-def compare_charts(runs: Mapping[str, Lines]) -> list[Chart]:
-    """Return the overlaid curves of several runs, one series per run."""
-    against_traffic = _chart("Accuracy against traffic", " %", *_accuracy_by_traffic(runs))
-    against_traffic["xlabel"] = "MB up and down"
+AXES = {"round": "round", "megabytes": "MB up and down", "seconds": "seconds"}
+"""What curves of several runs may be drawn over, with the label of the axis."""
+
+
+def compare_charts(runs: Mapping[str, Lines], over: str = "round") -> list[Chart]:
+    """Return the overlaid curves of several runs, one series per run, over one of `AXES`."""
     charts = [
-        _overlay(runs, "Validation accuracy", " %", _percent("accuracy")),
-        against_traffic,
-        _overlay(runs, "Validation loss", "", _value("loss")),
-        _overlay(runs, "Training loss", "", _value("train_loss")),
-        _overlay(runs, "Norm of the update", "", _value("update_norm")),
-        _overlay(runs, "Mean accuracy of personal models", " %", _percent("personal", "mean")),
-        _overlay(runs, "Time per round", " s", lambda line: seconds_of(line) or None),
+        _overlay(runs, "Validation accuracy", " %", _percent("accuracy"), over),
+        _overlay(runs, "Validation loss", "", _value("loss"), over),
+        _overlay(runs, "Training loss", "", _value("train_loss"), over),
+        _overlay(runs, "Norm of the update", "", _value("update_norm"), over),
+        _overlay(runs, "Mean accuracy of personal models", " %", _percent("personal", "mean"), over),
+        _overlay(runs, "Time per round", " s", lambda line: seconds_of(line) or None, over),
     ]
+    if over == "round":
+        against_traffic = _overlay(runs, "Accuracy against traffic", " %", _percent("accuracy"), "megabytes")
+        charts.insert(1, against_traffic)
     return [chart for chart in charts if chart["series"]]
 
 
-def _overlay(runs: Mapping[str, Lines], title: str, unit: str, get: Getter) -> Chart:
-    """Return the chart of one number, which `get` reads from a line, over the rounds of several runs."""
+def _overlay(runs: Mapping[str, Lines], title: str, unit: str, get: Getter, over: str) -> Chart:
+    """Return the chart of one number, which `get` reads from a line, over `over` in several runs."""
     series = []
     for name, lines in runs.items():
-        series.append(_line(name, lines, get))
-    return _chart(title, unit, *series)
+        series.append(_thinned_series(name, positions(lines, over), [get(line) for line in lines]))
+    chart = _chart(title, unit, *series)
+    chart["xlabel"] = AXES[over]
+    return chart
+
+
+def positions(lines: Lines, over: str) -> list[float]:
+    """Return where each line stands on an axis: its round, or the megabytes or seconds up to its end."""
+    if over == "round":
+        return [line.get("round", i) for i, line in enumerate(lines)]
+    places = []
+    total = 0.0
+    for line in lines:
+        if over == "megabytes":
+            total += ((_get(line, "bytes_up") or 0) + (_get(line, "bytes_down") or 0)) / 1e6
+        else:
+            total += seconds_of(line)
+        places.append(total)
+    return places
 
 
 def _chart(title: str, unit: str, *series: Points | None) -> Chart:
@@ -236,23 +257,6 @@ def _personal(lines: Lines) -> Points | None:
         means.append(mean(line))
         bands.append((low(line), high(line)))
     return _series("personal models", lines, means, bands)
-
-
-def _accuracy_by_traffic(runs: Mapping[str, Lines]) -> list[Points | None]:
-    """Return accuracy over megabytes sent so far for each run; None for a run that sent nothing."""
-    series: list[Points | None] = []
-    for name, lines in runs.items():
-        accuracy = _percent("accuracy")
-        accuracies = []
-        megabytes = []
-        moved = 0
-        for line in lines:
-            moved += (_get(line, "bytes_up") or 0) + (_get(line, "bytes_down") or 0)
-            megabytes.append(moved / 1e6)
-            accuracies.append(accuracy(line))
-        if moved:
-            series.append(_thinned_series(name, megabytes, accuracies))
-    return series
 
 
 def _traffic(lines: Lines) -> Chart:

@@ -21,7 +21,7 @@ from typing import Any
 from fedgraft.core.files import json_ready
 from fedgraft.core.store import write_atomic
 from fedgraft.core.text import csv_cell
-from fedgraft.report.sections import PICTURE_TYPES,  Charts, Facts, Grid, Matrix, Part, Pictures, Rows, Section
+from fedgraft.report.sections import PICTURE_TYPES, Charts, Facts, Grid, Matrix, Part, Pictures, Rows, Section
 
 _CLIENT_FIELDS = ("loss", "norm", "drift", "cosine", "weight")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import flatten, json_ready
+from fedgraft.core.files import flatten
 from fedgraft.report import run_tables as tables
 from fedgraft.report.charts import bars_of_layers, run_charts
 from fedgraft.report.run_record import RunInfo, RunRecord, describe_run
