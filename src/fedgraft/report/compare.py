@@ -70,15 +70,25 @@ class Comparison:
     """All rounds of all runs, flat."""
 
 
-def view_comparison(named: Mapping[str, RunRecord], over: str = "round") -> Comparison:
-    """Return the comparison of runs, by name: results, over seeds, what differs, and their curves over `over`."""
-    lines = {}
+def view_comparison(
+    named: Mapping[str, RunRecord],
+    over: str = "round",
+    known_lines: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+) -> Comparison:
+    """Return the comparison of runs, by name: results, over seeds, what differs, and their curves over `over`.
+
+    `known_lines` are the recorded rounds where they were read already.
+    """
+    lines: dict[str, Sequence[Mapping[str, Any]]] = {}
     configs = {}
     summaries = {}
     rows = []
     csv_rows = []
     for name, folder in named.items():
-        lines[name] = folder.metrics()
+        if known_lines is None:
+            lines[name] = folder.metrics()
+        else:
+            lines[name] = known_lines[name]
         configs[name] = flatten(read_config(folder))
         summaries[name] = folder.summary()
         rows.append(_row(name, describe_run(folder, lines[name]), lines[name]))

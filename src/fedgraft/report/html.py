@@ -42,12 +42,19 @@ def write_tables(path: Path | str, title: str, tables: Mapping[str, Rows], notes
 
 
 def write_page(path: Path | str, title: str, top: str, parts: Sequence[str], charts: Sequence[Any]) -> Path:
-    """Write a page of these parts under the header `top` to `path`; return the path.
+    """Write the page of `render_page` to `path`; return the path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, [render_page(title, top, parts, charts).encode()])
+    return path
+
+
+def render_page(title: str, top: str, parts: Sequence[str], charts: Sequence[Any]) -> str:
+    """Return a page of these parts under the header `top`.
 
     `parts` are HTML; `charts` is the data of the charts, which the page's script draws into the elements of
     `charts_at`.
     """
-    template = page_file("template.html")
     script = page_script()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -64,11 +71,8 @@ def write_page(path: Path | str, title: str, top: str, parts: Sequence[str], cha
         "SCRIPT": script,
     }
     # One pass, so that a placeholder inside a run's own texts is not replaced.
-    page = re.sub(r"@@(POLICY|TITLE|BODY|DATA|STYLE|SCRIPT)@@", lambda placeholder: filled[placeholder[1]], template)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, [page.encode()])
-    return path
+    placeholder = r"@@(POLICY|TITLE|BODY|DATA|STYLE|SCRIPT)@@"
+    return re.sub(placeholder, lambda place: filled[place[1]], page_file("template.html"))
 
 
 def page_file(name: str) -> str:

@@ -1,7 +1,7 @@
 """An index of all runs below a folder: what a table of runs needs, read again only where a run's files changed.
 
-The index is one JSON file in the cache folder, under a digest of the runs' folder: looking at runs writes nothing beside
-them. Each run is kept with the times and sizes of its files. A missing, damaged or older index is made anew.
+The index is one JSON file in the cache folder, under a digest of the runs' folder: looking at runs writes nothing
+beside them. Each run is kept with the times and sizes of its files. A missing, damaged or older index is made anew.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ _EMPTY_ROW: dict[str, Any] = {
 
 
 def run_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders of all runs below `root`, in order; what a run keeps inside its folder is no run of the list."""
+    """Yield the folders of all runs below `root`, in order; a run inside the folder of another is left out."""
     pending = [str(root)]
     while pending:
         folder = pending.pop()

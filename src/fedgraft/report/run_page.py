@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.core.files import json_ready
+from fedgraft.core.store import write_atomic
 from fedgraft.report import html as page
 from fedgraft.report.run_record import RunRecord
 from fedgraft.report.run_view import Card, Holdings, RunView, view_run
@@ -35,6 +36,13 @@ def write_report(
 
 def write_view(view: RunView, path: Path) -> Path:
     """Write the view of a run as a page to `path`; return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, [page_text(view).encode()])
+    return path
+
+
+def page_text(view: RunView) -> str:
+    """Return the view of a run as a page that needs no other file."""
     info = view.info
     top = page.header(info.name, info.status, f"{info.name}.csv", page.metrics_csv(view.lines), view.about)
     reasons = []
@@ -47,7 +55,7 @@ def write_view(view: RunView, path: Path) -> Path:
         for part in section.parts:
             if isinstance(part, Charts):
                 charts += [{"place": part.place, **chart} for chart in part.charts]
-    return page.write_page(path, info.name, top, parts, charts)
+    return page.render_page(info.name, top, parts, charts)
 
 
 def _cards(cards: Sequence[Card], has_result: bool) -> str:

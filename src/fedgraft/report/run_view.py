@@ -1,6 +1,7 @@
-"""One run as people look at it: the result first, then curves, tables, participants, and all that is needed to repeat it.
+"""One run as people look at it: the result first, then curves, tables, participants, and what repeats it.
 
-The report of a run and the studio both show this view. It reads only the files of the run folder. Metrics by class and client are in summary.json as
+The report of a run and the studio both show this view. It reads only the files of the run folder.
+Metrics by class and client are in summary.json as
 `metrics: {"auroc": {value, low, high, n}, "sensitivity:melanoma": {..., hits, unit}}` and `clients: {name: {...}}`.
 """
 
@@ -51,6 +52,9 @@ class Holdings:
     """Images, (clients, classes); empty: not known."""
     classes: Sequence[object] = ()
     clients: Sequence[str] = ()
+
+
+_RECENT = 20  # rounds from which the time left is estimated
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def view_run(folder: RunRecord, lines: Lines | None = None, holdings: Holdings |
         Section("Dropped clients", [Grid(tables.dropped(lines, holdings.clients))], tab="clients"),
         Section("Warnings", [Texts(_warnings(folder.path / "log.txt"), "list")], tab="log"),
         Section("Local training", [Charts(details, "more")], tab="clients"),
-        Section("Figures", [Pictures(_pictures(folder.figures), folder.path)], tab="figures"),
+        Section("Figures", [Pictures(picture_files(folder.figures), folder.path)], tab="figures"),
         Section("All final numbers", [_facts(final_numbers)], folded=True, tab="config"),
         Section("Config", [Texts([folder.config_text], "code")], folded=True, tab="config"),
         Section("Environment", [_facts(_environment(folder))], folded=True, tab="config"),
@@ -301,7 +305,7 @@ def _warnings(path: Path) -> list[str]:
     return list(messages)[:_WARNINGS]
 
 
-def _pictures(folder: Path) -> list[Path]:
+def picture_files(folder: Path) -> list[Path]:
     """Return the run's figures; of one in two formats the PNG."""
     if not folder.is_dir():
         return []
@@ -310,3 +314,12 @@ def _pictures(folder: Path) -> list[Path]:
         if file.suffix in PICTURE_TYPES and (file.suffix == ".png" or file.stem not in chosen):
             chosen[file.stem] = file
     return [chosen[stem] for stem in sorted(chosen)]
+
+
+def time_left(lines: Lines, total: int) -> float:
+    """Return the seconds that the rounds up to `total` will take, at the mean pace of the last twenty."""
+    recent = [line for line in lines if line["round"]][-_RECENT:]  # nobody trains in round 0
+    if not recent:
+        return 0.0
+    seconds_per_round = sum(map(seconds_of, recent)) / len(recent)
+    return seconds_per_round * max(0, total - int(lines[-1]["round"]))
