@@ -17,6 +17,7 @@ from fedgraft.studio.actions import Actions
 from fedgraft.studio.feed import Feed
 from fedgraft.studio.guard import Guard, Secrets
 from fedgraft.studio.library import RunLibrary, parameter
+from fedgraft.studio.questions import Questions
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -45,8 +46,7 @@ class Studio:
     actions: Actions | None = None
     federation: Callable[[], dict[str, Any]] | None = None
     node: Callable[[], dict[str, Any]] | None = None
-    questions: Callable[[], list[dict[str, Any]]] | None = None
-    question_picture: Callable[[str], Path] | None = None
+    questions: Questions | None = None
     own: Secrets = field(default_factory=Secrets)
 
     def boot(self) -> dict[str, Any]:
@@ -62,6 +62,7 @@ class Studio:
             "runs": self.library is not None,
             "federation": self.federation is not None,
             "node": self.node is not None,
+            "questions": bool(self.questions),
             "actions": self.actions is not None,
             "action": self.own.action if self.actions is not None else "",
         }
@@ -113,14 +114,16 @@ def _routes(studio: Studio) -> list[Route]:
     if studio.actions is not None and studio.library is not None:
         routes += _action_routes(studio.actions, studio.library)
     if studio.federation is not None:
-        routes.append(_get("/api/federation", lambda query, state=studio.federation: state()))
+        federation = studio.federation
+        routes.append(_get("/api/federation", lambda query: federation()))
     if studio.node is not None:
-        routes.append(_get("/api/node", lambda query, state=studio.node: state()))
+        node = studio.node
+        routes.append(_get("/api/node", lambda query: node()))
     if studio.questions is not None:
-        routes.append(_get("/api/questions", lambda query, read=studio.questions: read()))
-    if studio.question_picture is not None:
-        find = studio.question_picture
-        routes.append(_picture_route("/api/question-picture", lambda query: find(parameter(query, "path"))))
+        questions = studio.questions
+        routes.append(_get("/api/questions", lambda query: questions.read()))
+        find = _picture_route("/api/question-picture", lambda query: questions.picture(parameter(query, "path")))
+        routes.append(find)
     return routes
 
 
@@ -341,6 +344,22 @@ class Server:
     def started(self) -> bool:
         """Return whether the server answers."""
         return bool(self._server.started)
+
+
+def open_privately(address: str) -> None:
+    """Open the address in the browser through a file that only this user can read.
+
+    On a command line every user of the machine could read the token.
+    """
+    import html
+    import os
+    import tempfile
+    import webbrowser
+
+    descriptor, path = tempfile.mkstemp(prefix="fedgraft-studio-", suffix=".html")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f'<meta http-equiv="refresh" content="0;url={html.escape(address)}">\n')
+    webbrowser.open(Path(path).as_uri())
 
 
 def _listen(port: int | None) -> socket.socket:
