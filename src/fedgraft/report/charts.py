@@ -58,6 +58,15 @@ def bars_of_layers(layers: Lines) -> list[Chart]:
     return [{"kind": "bars", "title": "Weights that train", "unit": " %", "categories": names, "series": series}]
 
 
+def account_charts(account: Lines) -> list[Chart]:
+    """Return the chart of the privacy account over rounds, beside its limit; none without an account."""
+    if not account:
+        return []
+    spent = _line("epsilon spent", account, _value("epsilon"))
+    limit = _line("limit", account, _value("target"))
+    return [_chart(f"Epsilon at delta {account[-1].get('delta', 0):.2g}", "", spent, limit)]
+
+
 AXES = {"round": "round", "megabytes": "MB up and down", "seconds": "seconds"}
 """What curves of several runs may be drawn over, with the label of the axis."""
 

@@ -17,7 +17,8 @@ from typing import Any
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import flatten
 from fedgraft.report import run_tables as tables
-from fedgraft.report.charts import bars_of_layers, run_charts
+from fedgraft.report.charts import account_charts, bars_of_layers, run_charts
+from fedgraft.report.privacy_account import read_account
 from fedgraft.report.run_record import RunInfo, RunRecord, describe_run
 from fedgraft.report.sections import PICTURE_TYPES, Charts, Facts, Grid, Pictures, Section, Texts
 from fedgraft.report.values import (
@@ -103,6 +104,7 @@ def view_run(folder: RunRecord, lines: Lines | None = None, holdings: Holdings |
     clients = tables.clients(summary, lines, counts, holdings.clients)
     sections = [
         Section("Curves", [no_curves, Charts(curves)]),
+        Section("Privacy account", [Charts(account_charts(read_account(folder.path)), "account")]),
         Section("On the test images", [Grid(tables.pooled(summary))], tab="classes"),
         Section("By class (images; 95 % interval)", [Grid(tables.by_class(summary))], tab="classes"),
         Section(confusion_title, tables.confusion(summary), tab="classes"),

@@ -240,7 +240,7 @@ class _Run:
             RoundLines(options.total),
             *callbacks,
             EarlyStopping(options.patience),
-            PrivacyBudget(self.setup),
+            PrivacyBudget(self.setup, self.record.path),
             Checkpoints(self._save, every, options.total, self._is_among_best),
         ]
 
