@@ -30,12 +30,12 @@ class Feed:
     def __init__(self, look: Callable[[], set[str]], is_busy: Callable[[], bool]) -> None:
         self._look = look
         self._is_busy = is_busy
-        self._pages: set[asyncio.Queue[str]] = set()
+        self._pages: set[asyncio.Queue[str | None]] = set()
         self._task: asyncio.Task[None] | None = None
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the events for one page, as text of the protocol."""
-        queue: asyncio.Queue[str] = asyncio.Queue(maxsize=64)
+        queue: asyncio.Queue[str | None] = asyncio.Queue(maxsize=64)
         self._pages.add(queue)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._watch())
@@ -43,9 +43,12 @@ class Feed:
             yield "retry: 2000\n\n"
             while True:
                 try:
-                    yield await asyncio.wait_for(queue.get(), HEARTBEAT_SECONDS)
+                    event = await asyncio.wait_for(queue.get(), HEARTBEAT_SECONDS)
                 except TimeoutError:
-                    yield ": still here\n\n"
+                    event = ": still here\n\n"
+                if event is None:
+                    return
+                yield event
         finally:
             self._pages.discard(queue)
 
@@ -63,3 +66,11 @@ class Feed:
         for queue in self._pages:
             if not queue.full():
                 queue.put_nowait(text)
+
+    def close(self) -> None:
+        """End the events of every page: the server ends."""
+        for queue in self._pages:
+            while queue.full():
+                queue.get_nowait()
+            queue.put_nowait(None)
+        self._pages = set()

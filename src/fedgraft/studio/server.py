@@ -77,15 +77,18 @@ def require_starlette() -> None:
         raise MissingExtra("uvicorn", "studio", "the studio") from error
 
 
-def make_app(studio: Studio, port: int) -> ASGIApp:
-    """Return the application of a studio that listens on `port`, with the guard in front."""
+def make_app(studio: Studio, port: int, feed: Feed | None) -> ASGIApp:
+    """Return the application of a studio that listens on `port`, with the guard in front.
+
+    `feed` tells pages what changed; None: there are no runs.
+    """
     require_starlette()
     from starlette.applications import Starlette
 
-    return Guard(Starlette(routes=_routes(studio)), studio.own, port)
+    return Guard(Starlette(routes=_routes(studio, feed)), studio.own, port)
 
 
-def _routes(studio: Studio) -> list[Route]:
+def _routes(studio: Studio, feed: Feed | None) -> list[Route]:
     """Return the addresses of a studio: the page's files, and those of what it shows."""
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
@@ -102,9 +105,8 @@ def _routes(studio: Studio) -> list[Route]:
         Route("/page/{name}", page),
         Route("/api/boot", boot),
     ]
-    if studio.library is not None:
+    if studio.library is not None and feed is not None:
         library = studio.library
-        feed = Feed(library.look, lambda: library.busy)
 
         async def events(request: Request) -> Response:
             """Send events for as long as the page is open."""
@@ -316,8 +318,22 @@ class Server:
         self.studio = studio
         self._socket = _listen(port)
         self.port = int(self._socket.getsockname()[1])
+        feed = None
+        if studio.library is not None:
+            library = studio.library
+            feed = Feed(library.look, lambda: library.busy)
+
+        class EndingServer(uvicorn.Server):
+            """Ends the events of open pages before it waits for the last responses."""
+
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                """End."""
+                if feed is not None:
+                    feed.close()
+                await super().shutdown(sockets)
+
         config = uvicorn.Config(
-            make_app(studio, self.port),
+            make_app(studio, self.port, feed),
             lifespan="off",
             log_level="warning",
             access_log=False,
@@ -325,7 +341,7 @@ class Server:
             timeout_graceful_shutdown=1,
             ws="none",
         )
-        self._server = uvicorn.Server(config)
+        self._server = EndingServer(config)
 
     @property
     def address(self) -> str:
