@@ -60,7 +60,7 @@ def complaints(page: Any) -> list[str]:
     page.on("dialog", lambda dialog: messages.append(f"a name was executed {dialog.dismiss()}"))
 
     def note(request: Any) -> None:
-        if not request.url.startswith(("http://127.0.0.1:", "data:", "blob:")):
+        if not request.url.startswith(("http://127.0.0.1:", "file:", "data:", "blob:")):
             messages.append(request.url)
 
     page.on("request", note)

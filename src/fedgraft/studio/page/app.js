@@ -38,7 +38,10 @@ async function show() {
     holder.append(place);
     await view.show(place, { query, live: f => { if (mine === shown) react = f; }, ended: f => { leave = f; } });
   } catch (error) {
-    if (mine === shown) { main.replaceChildren(); notice(main, error.message); }
+    if (mine !== shown) return;
+    main.replaceChildren();
+    notice(main, error.message);
+    if (error.code === "E-REPORT-NO-RUN") react = show; // it may have been started a second ago
     return;
   }
   if (mine !== shown) return;
