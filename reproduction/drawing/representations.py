@@ -25,7 +25,7 @@ from fedgraft.report.figures import (
     require_data,
 )
 from fedgraft.report.representation_figures import by_client, read_mixing
-from fedgraft.report.run_page import read_config
+from fedgraft.report.run_view import read_config
 from fedgraft.runs.folder import RunFolder
 
 Lines = Sequence[Mapping[str, Any]]

@@ -93,7 +93,7 @@ from fedgraft.models.foreign import module as module
 from fedgraft.privacy.protection import DifferentialPrivacy as DifferentialPrivacy
 from fedgraft.privacy.protection import private as private
 from fedgraft.privacy.protection import secure as secure
-from fedgraft.report.run_record import list_runs as list_runs
+from fedgraft.report.run_index import list_runs as list_runs
 from fedgraft.runs.adapted import adapted as adapted
 from fedgraft.runs.api import Result as Result
 from fedgraft.runs.api import load_parts as load

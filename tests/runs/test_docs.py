@@ -33,7 +33,8 @@ NOT_RUN = {
     "fedgraft deploy local": "starts real Flower processes: tests/deploy/test_deploy_local.py runs it",
     "python -m reproduction": "belongs to no installed package: tests/reproduction runs it",
     "fedgraft run privacy.dp.epsilon": "looks for its noise for a minute; tests/unit/test_protected_rounds.py runs one",
-    "fedgraft watch": "is a live view: tests/unit/report/test_watch.py looks at it",
+    "fedgraft watch": "serves a page until Ctrl-C: tests/studio looks at it",
+    "fedgraft studio": "serves a page until Ctrl-C: tests/studio looks at it",
     "fedgraft attack": "runs a table of attacks: tests/runs/test_attack.py",
     "examples/": "is one of the examples, which tests/runs/test_examples.py runs as they are",
 }

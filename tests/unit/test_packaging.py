@@ -122,7 +122,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         "data/sources/digits.npz",
         "data/sources/digits.md",
         "config/demo.toml",
-        "report/template.html",
+        "report/page/template.html",
+        "report/page/charts.js",
+        "studio/page/app.js",
     ]
     assert {f"fedgraft/{name}" for name in [*needed, "py.typed", "cli/main.py"]} <= names
     assert all(name.startswith(("fedgraft/", f"fedgraft-{PROJECT['version']}.dist-info/")) for name in names)

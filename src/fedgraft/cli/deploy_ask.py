@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,6 @@ from fedgraft.cli.deploy_coordinator import Fed
 from fedgraft.core.progress import phase
 
 if TYPE_CHECKING:
-    from fedgraft.consortium.site_faults import Finding
     from fedgraft.deploy.folder import FederationFolder
 
 Wait = Annotated[float, typer.Option("--wait", help="seconds to wait for absent nodes", min=0)]
@@ -34,6 +32,7 @@ def preflight(
     """Coordinator: check every site's data before training, from sums; exit code 1 if there are errors."""
     from fedgraft.consortium.site_faults import findings
     from fedgraft.deploy import preflight as query
+    from fedgraft.deploy import preflight_answers as stored
     from fedgraft.deploy.coordinator import run_task
     from fedgraft.deploy.folder import open_federation
 
@@ -42,12 +41,12 @@ def preflight(
         _save_in_config(federation, "the class map is", {"class_map": str(class_map)})
     with phase("nodes inspect their images"):
         run_task(federation, federation.path / "preflight", wait, task=query.ACTION)
-    answers = json.loads((federation.path / "preflight" / query.ANSWERS_FILE).read_text())
-    query.check_answers(answers)
-    sites, shared = query.with_node_names(answers, federation.names)
+    answers = json.loads((federation.path / "preflight" / stored.ANSWERS_FILE).read_text())
+    stored.check_answers(answers)
+    sites, shared = stored.with_node_names(answers, federation.names)
     problems = [
         *findings(sites, federation.config.data.image_size, shared),
-        *_missing_answers(answers, federation.names),
+        *stored.missing_answers(answers, federation.names),
     ]
     if fix_classes and not any(problem.stops for problem in problems):
         names = sorted({name for site in sites for name in site["classes"]})
@@ -64,19 +63,6 @@ def _save_in_config(federation: FederationFolder, what: str, options: dict[str, 
     file = federation.path / "config.toml"
     write_text(file, to_toml(config))
     typer.echo(f"{what} now part of {file}; its fingerprint, for policies, is {config.fingerprint}")
-
-
-def _missing_answers(answers: dict[str, Any], names: Sequence[str]) -> list[Finding]:
-    """Return a finding for every node that refused or is not connected; `names` are the nodes', by number."""
-    from fedgraft.consortium.site_faults import Finding
-
-    missing = []
-    for number, reason in answers["refused"].items():
-        missing.append(Finding("silent", names[int(number)], f"it did not answer: {reason}"))
-    for number, name in enumerate(names):
-        if str(number) not in answers["facts"] and str(number) not in answers["refused"]:
-            missing.append(Finding("absent", name, "its node is not connected"))
-    return missing
 
 
 def evaluate(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,9 +12,9 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 
 if TYPE_CHECKING:
-    from fedgraft.config.load import Config
     from fedgraft.deploy.control import RegisteredNode
     from fedgraft.deploy.folder import FederationFolder
+    from fedgraft.deploy.status import FederationStatus
 
 Fed = Annotated[Path, typer.Argument(metavar="FED", help="the federation's folder, made by `deploy init`")]
 
@@ -189,7 +188,7 @@ def submit(
     with phase("starting the run"):
         run = submit_run(federation, path, server_data, wait)
     typer.echo(f"run {run} started; it writes to {path}")
-    typer.echo(f"its status: fedgraft deploy status {fed}   live: fedgraft watch {path}")
+    typer.echo(f"its status: fedgraft deploy status {fed}   live: fedgraft studio {fed}")
 
 
 def _name_missing(federation: FederationFolder, nodes: list[RegisteredNode]) -> None:
@@ -202,101 +201,65 @@ def _name_missing(federation: FederationFolder, nodes: list[RegisteredNode]) -> 
 
 def status(fed: Fed) -> None:
     """Coordinator: show the latest run and whose updates are in which rounds. Exit code 1: the run died."""
-    from fedgraft.deploy.coordinator import connect_control, run_state, running_server
-    from fedgraft.deploy.door_link import describe_transfer, transfers
+    from fedgraft.deploy.door_link import describe_transfer
     from fedgraft.deploy.folder import open_federation
+    from fedgraft.deploy.status import federation_status
     from fedgraft.report.run_record import current_phases
 
     federation = open_federation(fed)
-    running = running_server(federation)
-    if running is None:
+    with phase("querying the server"):
+        present = federation_status(federation)
+    if not present.address:
         typer.echo(f"server: not running; start it with: fedgraft deploy server {fed}")
-        _print_last_run(federation)
+        if present.run is not None:
+            typer.echo(f"run {present.run}: {present.run_status}{_describe_rounds(federation, present)}")
+            typer.echo(f"folder: {present.folder}")
+            _print_contributions(federation, present)
         return
-    typer.echo(f"server: {federation.host}:{running.port}, process {running.pid}")
-    with phase("querying the server"), connect_control(federation) as control:
-        nodes = control.nodes()
-        runs = control.runs()
-    _print_nodes(federation, nodes)
-    if not runs:
+    typer.echo(f"server: {present.address}, process {present.process}")
+    for node in present.nodes:
+        connection = "not connected"
+        if not node.registered:
+            connection = "no key registered"
+        elif node.online:
+            connection = "connected"
+        typer.echo(f"client {node.number}: {node.name}: {connection} now")
+    if present.run is None:
         typer.echo(f"runs: none; start one with: fedgraft deploy submit {fed}")
         return
-    state, reason = run_state(federation, runs[0].id)
-    folder = _folder_of(federation, state.id)
-    typer.echo(f"run {state.id}: {state.status}{_describe_rounds(federation, folder)}")
-    _print_contributions(federation, folder)
-    if not state.over:
-        waits_for = absent_from_sums(federation.config, federation.names, [node.name for node in nodes if node.online])
-        if waits_for:
-            typer.echo(f"now: the run waits for {', '.join(waits_for)}: too few nodes for a secure sum")
-    if folder is not None and not state.over:
-        for line in current_phases(folder):
+    typer.echo(f"run {present.run}: {present.run_status}{_describe_rounds(federation, present)}")
+    _print_contributions(federation, present)
+    if present.waits_for:
+        typer.echo(f"now: the run waits for {', '.join(present.waits_for)}: too few nodes for a secure sum")
+    if present.folder is not None and not present.run_over:
+        for line in current_phases(present.folder):
             typer.echo(f"now: {line}")
-        names = {node.id: node.name for node in nodes}
-        for transfer in transfers(federation.path):
-            typer.echo(f"now: {names.get(transfer['node'], 'a node')}: {describe_transfer(transfer)}")
-    if folder is not None:
-        typer.echo(f"folder: {folder}")
-    if reason:  # failed, or stopped by something other than `deploy stop`
-        typer.echo(f"the run died: {reason}", err=True)
-        typer.echo(f"fix this, then resume: fedgraft deploy submit {fed} --folder {folder} --resume", err=True)
+        for transfer in present.transfers:
+            typer.echo(f"now: {transfer['name']}: {describe_transfer(transfer)}")
+    if present.folder is not None:
+        typer.echo(f"folder: {present.folder}")
+    if present.reason:  # failed, or stopped by something other than `deploy stop`
+        typer.echo(f"the run died: {present.reason}", err=True)
+        typer.echo(f"fix this, then resume: fedgraft deploy submit {fed} --folder {present.folder} --resume", err=True)
         raise typer.Exit(1)
 
 
-def absent_from_sums(config: Config, names: Sequence[str], online: Sequence[str]) -> list[str]:
-    """Return the nodes that are not connected, if so many are that a secure sum of the run cannot be opened."""
-    if config.privacy.aggregation != "secure":
-        return []
-    needed = config.privacy.threshold or len(names) * 2 // 3 + 1
-    if len(set(online) & set(names)) >= needed:
-        return []
-    return [name for name in names if name not in online]
-
-
-def _print_nodes(federation: FederationFolder, nodes: list[RegisteredNode]) -> None:
-    """Print whether each node is connected."""
-    by_name = {node.name: node for node in nodes}
-    for number, name in enumerate(federation.names):
-        if name not in by_name:
-            connection = "no key registered"
-        elif by_name[name].online:
-            connection = "connected"
-        else:
-            connection = "not connected"
-        typer.echo(f"client {number}: {name}: {connection} now")
-
-
-def _folder_of(federation: FederationFolder, run: int) -> Path | None:
-    """Return the folder of a run; None if it is unknown."""
-    for record in federation.runs():
-        if record["id"] == str(run):
-            return Path(record["folder"])
-    return None
-
-
-def _describe_rounds(federation: FederationFolder, folder: Path | None) -> str:
-    """Return the last round of a run and its validation accuracy, from the run's own record."""
-    from fedgraft.deploy.folder import read_rounds
-
-    if folder is None:
-        return ""
+def _describe_rounds(federation: FederationFolder, present: FederationStatus) -> str:
+    """Return the last round of the latest run and its validation accuracy, from the run's own record."""
     text = ""
-    lines = read_rounds(folder)
-    if lines:
-        text += f", round {lines[-1]['round']} of {federation.config.rounds.total}"
-    accuracies = [line["accuracy"] for line in lines if line.get("accuracy") is not None]
+    if present.rounds:
+        text += f", round {present.rounds[-1]['round']} of {federation.config.rounds.total}"
+    accuracies = [line["accuracy"] for line in present.rounds if line.get("accuracy") is not None]
     if accuracies:
         text += f", validation accuracy {100 * accuracies[-1]:.2f} %"
     return text
 
 
-def _print_contributions(federation: FederationFolder, folder: Path | None) -> None:
+def _print_contributions(federation: FederationFolder, present: FederationStatus) -> None:
     """Print who took part in which rounds, from the run's own record; a connected node need not take part."""
-    from fedgraft.deploy.folder import describe_contributions, read_rounds
+    from fedgraft.deploy.folder import describe_contributions
 
-    lines: list[dict[str, Any]] = []
-    if folder is not None:
-        lines = [line for line in read_rounds(folder) if line["round"]]
+    lines = [line for line in present.rounds if line["round"]]
     if not lines:
         return
     rounds = describe_contributions(lines)
@@ -307,19 +270,6 @@ def _print_contributions(federation: FederationFolder, folder: Path | None) -> N
         typer.echo(f"contributed: {name}: {rounds.get(number, 'in none of the rounds so far')}")
 
 
-def _print_last_run(federation: FederationFolder) -> None:
-    """Print the last run of a stopped server, from its folder."""
-    from fedgraft.runs.folder import RunFolder
-
-    for record in federation.runs()[-1:]:
-        folder = Path(record["folder"])
-        run_status = "never began"
-        if (folder / "run.json").exists():
-            run_status = RunFolder.open(folder).status
-        typer.echo(f"run {record['id']}: {run_status}{_describe_rounds(federation, folder)}\nfolder: {folder}")
-        _print_contributions(federation, folder)
-
-
 def stop(
     fed: Fed,
     run: Annotated[bool, typer.Option("--run", help="end only the latest run; the server keeps running")] = False,
@@ -327,6 +277,7 @@ def stop(
     """Coordinator: stop this federation's server and its run, and nothing else. Nodes wait for the next start."""
     from fedgraft.deploy.coordinator import connect_control, running_server, stop_server
     from fedgraft.deploy.folder import open_federation
+    from fedgraft.deploy.status import folder_of_run
 
     federation = open_federation(fed)
     if running_server(federation) is not None:
@@ -336,7 +287,7 @@ def stop(
                     continue
                 control.stop(state.id)
                 option = ""
-                folder = _folder_of(federation, state.id)
+                folder = folder_of_run(federation, state.id)
                 if folder is not None:
                     option = f" --folder {folder}"
                 typer.echo(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.core.errors import FedgraftError
+
+if TYPE_CHECKING:
+    from fedgraft.deploy.run_node import NodeOptions
 
 
 def key(
@@ -39,16 +42,36 @@ def node(
     id: Annotated[int, typer.Option("--id", help="this node's client number, from the coordinator")],
     data: Annotated[Path | None, typer.Option("--data", help="this node's images; the path stays here")] = None,
     source: Annotated[str | None, typer.Option("--source", help="format of --data: folder, parquet or npz")] = None,
+    studio: Annotated[
+        bool, typer.Option("--studio", help="show this node's state and audit log on a local page")
+    ] = False,
     device: DeviceName = None,
 ) -> None:
     """Node: connect to the server and answer its requests until Ctrl-C."""
     from fedgraft.deploy.run_node import NodeOptions, run_node
 
     install_signal_handlers()
+    options = NodeOptions(superlink, ca, key, id, data, source)
+    options.check()
+    if studio:
+        start_node_studio(options)
     try:
-        run_node(NodeOptions(superlink, ca, key, id, data, source), typer.echo)
+        run_node(options, typer.echo)
     except KeyboardInterrupt:
         typer.echo("the node has ended")
+
+
+def start_node_studio(options: NodeOptions) -> None:
+    """Serve the page of this node in a thread, which ends with this process; print its address."""
+    import threading
+
+    from fedgraft.studio.node import NodeView
+    from fedgraft.studio.server import Server, Studio
+
+    view = NodeView(options.home, f"{options.key.stem}, client {options.client}")
+    server = Server(Studio(node=view.state))
+    threading.Thread(target=server.run, name="studio", daemon=True).start()
+    typer.echo(f"this node's page is at {server.address} (this machine only)")
 
 
 def install_signal_handlers() -> None:

@@ -209,20 +209,12 @@ def renew(fed: Fed) -> None:
     typer.echo(f"restart the server to use it: fedgraft deploy stop {fed}, then fedgraft deploy server {fed}")
 
 
-_EVENTS = {
-    "refused": "REFUSED",
-    "trusted_on_first_use": "TRUSTED ON FIRST USE",
-    "believed": "TRUSTED ON FIRST USE",  # in logs of version 0.2, which remain valid
-}
-"""Kinds of audit lines that are no answer to the server, as they are printed."""
-
-
 def audit(
     key: Key,
     last: Annotated[int, typer.Option("--last", help="number of lines to show", min=1)] = 30,
 ) -> None:
     """Node: show what left this node and what it refused; exit code 1 if the log was changed."""
-    from fedgraft.deploy.audit import read_entries
+    from fedgraft.deploy.audit import EVENTS, read_entries
 
     path = key.absolute().with_suffix(".home") / "audit.jsonl"
     if not path.is_file():
@@ -230,7 +222,7 @@ def audit(
     lines = list(read_entries(path))
     for line in lines[-last:]:
         typer.echo(_audit_text(line))
-    answers = [line for line in lines if line["kind"] not in _EVENTS]
+    answers = [line for line in lines if line["kind"] not in EVENTS]
     sent = sum(line["bytes"] for line in answers)
     refused = sum(line["kind"] == "refused" for line in lines)
     typer.echo(
@@ -243,13 +235,15 @@ def _audit_text(line: Mapping[str, Any]) -> str:
     """Return one line of the audit log as text."""
     import time
 
+    from fedgraft.deploy.audit import EVENTS
+
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
     action = line.get("action", "")
     if line.get("sums"):
         action += f" of {line['sums']}"
     action += f", round {line.get('round')}"
-    if line["kind"] in _EVENTS:
-        return f"{line['n']:6d}  {when}  {_EVENTS[line['kind']]} {action}: {line['why']}"
+    if line["kind"] in EVENTS:
+        return f"{line['n']:6d}  {when}  {EVENTS[line['kind']]} {action}: {line['why']}"
     return f"{line['n']:6d}  {when}  {action}: {line['bytes']:,} bytes, {line['protection']}"
 
 

@@ -23,6 +23,7 @@ from fedgraft.cli import predict as cli_predict
 from fedgraft.cli import profile as cli_profile
 from fedgraft.cli import runs as cli_runs
 from fedgraft.cli import selftest as cli_selftest
+from fedgraft.cli import studio as cli_studio
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.cli import verify as cli_verify
 from fedgraft.cli.console import echo, import_runtime
@@ -257,7 +258,8 @@ app.command()(cli_profile.profile)
 app.command()(cli_selftest.selftest)
 app.command()(cli_runs.show)
 app.command()(cli_sweep.sweep)
-app.command()(cli_sweep.watch)
+app.command()(cli_studio.studio)
+app.command()(cli_studio.watch)
 app.add_typer(cli_edit.app, name="edit")
 app.add_typer(cli_deploy.app, name="deploy")
 cli_help.install_help(app)

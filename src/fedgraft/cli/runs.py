@@ -19,7 +19,7 @@ def list_(runs: Annotated[Path, typer.Argument(help="a folder of runs")] = Path(
     import rich
 
     from fedgraft.report import display
-    from fedgraft.report.run_record import list_runs
+    from fedgraft.report.run_index import list_runs
 
     infos = list_runs(runs)
     if not infos:

@@ -1,4 +1,4 @@
-"""`fedgraft sweep`, `find-lr` and `watch`: many runs, and one run live. Heavy imports happen inside the commands."""
+"""`fedgraft sweep` and `find-lr`: many runs. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 
@@ -162,19 +162,3 @@ def find_lr(
         typer.echo(_NO_GAIN)
     if findings.at_edge:
         typer.echo("the best learning rate is still at the edge of those tried; try more with --rates")
-
-
-def watch(
-    run: Annotated[Path, typer.Argument(help="the run folder")],
-    once: Annotated[bool, typer.Option("--once", help="print one frame and stop")] = False,
-    every: Annotated[float, typer.Option("--every", help="seconds between two frames", min=0.1)] = 1.0,
-) -> None:
-    """Watch a run: curves, clients, bytes and the time left. Ctrl-C leaves the run alone."""
-    import contextlib
-
-    import rich
-
-    from fedgraft.report.watch import watch_run as watch_run
-
-    with contextlib.suppress(KeyboardInterrupt):
-        watch_run(run, rich.get_console(), once, every)

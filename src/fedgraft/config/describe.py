@@ -185,3 +185,73 @@ def _choices(annotation: Any) -> str:
         if words:
             return words
     return ""
+
+
+def option_fields() -> list[dict[str, Any]]:
+    """Return every option as a form needs it, in the order of the config.
+
+    Each has `key`, `section` (its heading), `input` (choice, switch, number or text), `choices`, `default` as text,
+    `description`, and whether it is `common`.
+    """
+    return _section_fields(Config, "", "The run")
+
+
+def _section_fields(section: type[BaseModel], prefix: str, heading: str) -> list[dict[str, Any]]:
+    """Return the fields of the options of `section` and of the tables inside it; `prefix` begins their keys."""
+    fields: list[dict[str, Any]] = []
+    for name, field in section.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is not None:
+            title = (inner.__doc__ or name).strip().splitlines()[0]
+            fields += _section_fields(inner, f"{prefix}{name}.", title)
+        else:
+            fields.append(_field(prefix + name, heading, field.default, field.description or "", field.annotation))
+    if issubclass(section, ChoiceSection):
+        for name, owners in _options_by_name(section).items():
+            option = next(iter(owners.values()))
+            description = f"{', '.join(owners)}: {option.description}"
+            fields.append(_field(prefix + name, heading, option.default, description, option.annotation))
+    return fields
+
+
+def _field(key: str, heading: str, default: Any, description: str, annotation: Any) -> dict[str, Any]:
+    """Return one option as a form needs it."""
+    default_text = ""
+    if default is not None and default is not REQUIRED and "PydanticUndefined" not in repr(default):
+        default_text = default
+        if not isinstance(default, str):
+            default_text = json.dumps(default, ensure_ascii=False)
+    choices = _words(annotation)
+    return {
+        "key": key,
+        "section": heading,
+        "input": _input_of(annotation, choices),
+        "choices": choices,
+        "default": default_text,
+        "description": description,
+        "common": key in COMMON,
+    }
+
+
+def _words(annotation: Any) -> list[str]:
+    """Return the words of which an option of this annotation takes one; none if it takes others or several."""
+    if get_origin(annotation) is Literal:
+        return [str(word) for word in get_args(annotation)]
+    if get_origin(annotation) is tuple:
+        return []
+    words: list[str] = []
+    for inner in get_args(annotation):
+        words += _words(inner)
+    return words
+
+
+def _input_of(annotation: Any, choices: list[str]) -> str:
+    """Return the kind of input that an option of this annotation needs in a form."""
+    plain = {argument for argument in (annotation, *get_args(annotation)) if argument is not type(None)}
+    if choices and not plain & {str, int, float}:
+        return "choice"
+    if bool in plain:
+        return "switch"
+    if plain & {int, float} and str not in plain:
+        return "number"
+    return "text"

@@ -126,6 +126,20 @@ def _finite_or_none(value: float) -> float | None:
     return None
 
 
+def flatten(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return a nested mapping with `outer.inner` keys; `above` begins them, and lists stay unchanged."""
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        name = str(key)
+        if above:
+            name = f"{above}.{key}"
+        if isinstance(item, Mapping):
+            flat |= flatten(item, name)
+        else:
+            flat[name] = item
+    return flat
+
+
 def check_place(path: Path, option: str) -> None:
     """Raise an error if a folder could not be created or written to; nothing is created.
 

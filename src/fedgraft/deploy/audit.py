@@ -20,6 +20,12 @@ from fedgraft.core.errors import FedgraftError
 
 FIRST_HASH = "0" * 64
 """Stands for the hash before the first line."""
+EVENTS = {
+    "refused": "REFUSED",
+    "trusted_on_first_use": "TRUSTED ON FIRST USE",
+    "believed": "TRUSTED ON FIRST USE",  # in logs of version 0.2, which remain valid
+}
+"""Kinds of lines that are no answer to the server, as they are shown."""
 _TAIL = 1 << 16  # bytes read from the end; a line is far shorter
 
 

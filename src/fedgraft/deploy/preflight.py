@@ -22,20 +22,19 @@ from fedgraft.config.load import Config
 from fedgraft.consortium.preflight import MINIMUM, shared_images, site_facts
 from fedgraft.consortium.site_faults import FAULTS
 from fedgraft.core.client_memory import ClientMemory
-from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.errors import Refused
 from fedgraft.core.messages import Request, as_bytes
 from fedgraft.core.store import write_text
 from fedgraft.data.sources import Dataset
 from fedgraft.data.sources.class_map import renamed
 from fedgraft.deploy.deployed import load_own, parse_config
 from fedgraft.deploy.node_state import NodeState
+from fedgraft.deploy.preflight_answers import ANSWERS_FILE
 from fedgraft.engines.flower.node_link import WorkerRequest
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity, agreement, context, derive_key, public_key, sign, verify_signature
 
 ACTION = "preflight"
-ANSWERS_FILE = "answers.json"
-"""The file with the answers of all nodes, in the folder of a preflight."""
 _TAG_DIGITS = 16  # hexadecimal digits of a tag
 _KEY_DIGITS = 64 + 64 + 128  # hexadecimal digits of a public key, an identity and a signature
 _BAD_ANSWER = "its answer is not one that fedgraft gives; its node runs other software"
@@ -323,24 +322,3 @@ def _check_range(number: float) -> None:
     """Raise unless a number is finite, not negative and small enough to be a count."""
     if not 0 <= number < 2**40:  # also false for NaN
         raise ValueError("out of range")
-
-
-def with_node_names(
-    answers: Mapping[str, Any], names: Sequence[str]
-) -> tuple[list[dict[str, Any]], dict[tuple[str, str], int]]:
-    """Return the facts and the numbers of shared images of `collect_preflight` under the names of the nodes."""
-    sites = [{**facts, "site": names[int(client)]} for client, facts in answers["facts"].items()]
-    shared = {(names[client], names[other]): count for client, other, count in answers["shared"]}
-    return sites, shared
-
-
-def check_answers(answers: Mapping[str, Any]) -> None:
-    """Raise if no node answered."""
-    if not answers["facts"]:
-        reason = next(iter(answers["refused"].values()), "no node is connected")
-        raise FedgraftError(
-            "E-DEPLOY-NO-PREFLIGHT",
-            f"no node answered the preflight: {reason}",
-            "ask the owners to allow the action 'preflight'",
-            reason=reason,
-        )

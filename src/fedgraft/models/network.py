@@ -231,6 +231,12 @@ class VisionNetwork(nn.Module):
             set_attention("sdpa")
         return self
 
+    def layer_name(self, name: str) -> str:
+        """Return the layer of the parameter `name` in words: "embeddings", "block 3", "final norm" or "head"."""
+        block = self.block_of(name)
+        special = {-1: "embeddings", self.depth: "final norm", self.depth + 1: "head"}
+        return special.get(block, f"block {block}")
+
     def block_of(self, name: str) -> int:
         """Return the block of a parameter.
 

@@ -48,28 +48,68 @@ def run_charts(lines: Lines, best: int | None = None) -> list[Chart]:
     return [chart for chart in main + details if chart["series"]]
 
 
-def compare_charts(runs: Mapping[str, Lines]) -> list[Chart]:
-    """Return the overlaid curves of several runs, one series per run."""
-    against_traffic = _chart("Accuracy against traffic", " %", *_accuracy_by_traffic(runs))
-    against_traffic["xlabel"] = "MB up and down"
+def bars_of_layers(layers: Lines) -> list[Chart]:
+    """Return the chart of the share of each layer that trains, in percent; none without layers."""
+    if not layers:
+        return []
+    shares = [_short(100 * layer["trained"] / max(1, layer["of"])) for layer in layers]
+    names = [str(layer["name"]) for layer in layers]
+    series = [{"name": "trained", "y": shares}]
+    return [{"kind": "bars", "title": "Weights that train", "unit": " %", "categories": names, "series": series}]
+
+
+def account_charts(account: Lines) -> list[Chart]:
+    """Return the chart of the privacy account over rounds, beside its limit; none without an account."""
+    if not account:
+        return []
+    spent = _line("epsilon spent", account, _value("epsilon"))
+    limit = _line("limit", account, _value("target"))
+    return [_chart(f"Epsilon at delta {account[-1].get('delta', 0):.2g}", "", spent, limit)]
+
+
+AXES = {"round": "round", "megabytes": "MB up and down", "seconds": "seconds"}
+"""What curves of several runs may be drawn over, with the label of the axis."""
+
+
+def compare_charts(runs: Mapping[str, Lines], over: str = "round") -> list[Chart]:
+    """Return the overlaid curves of several runs, one series per run, over one of `AXES`."""
     charts = [
-        _overlay(runs, "Validation accuracy", " %", _percent("accuracy")),
-        against_traffic,
-        _overlay(runs, "Validation loss", "", _value("loss")),
-        _overlay(runs, "Training loss", "", _value("train_loss")),
-        _overlay(runs, "Norm of the update", "", _value("update_norm")),
-        _overlay(runs, "Mean accuracy of personal models", " %", _percent("personal", "mean")),
-        _overlay(runs, "Time per round", " s", lambda line: seconds_of(line) or None),
+        _overlay(runs, "Validation accuracy", " %", _percent("accuracy"), over),
+        _overlay(runs, "Validation loss", "", _value("loss"), over),
+        _overlay(runs, "Training loss", "", _value("train_loss"), over),
+        _overlay(runs, "Norm of the update", "", _value("update_norm"), over),
+        _overlay(runs, "Mean accuracy of personal models", " %", _percent("personal", "mean"), over),
+        _overlay(runs, "Time per round", " s", lambda line: seconds_of(line) or None, over),
     ]
+    if over == "round":
+        against_traffic = _overlay(runs, "Accuracy against traffic", " %", _percent("accuracy"), "megabytes")
+        charts.insert(1, against_traffic)
     return [chart for chart in charts if chart["series"]]
 
 
-def _overlay(runs: Mapping[str, Lines], title: str, unit: str, get: Getter) -> Chart:
-    """Return the chart of one number, which `get` reads from a line, over the rounds of several runs."""
+def _overlay(runs: Mapping[str, Lines], title: str, unit: str, get: Getter, over: str) -> Chart:
+    """Return the chart of one number, which `get` reads from a line, over `over` in several runs."""
     series = []
     for name, lines in runs.items():
-        series.append(_line(name, lines, get))
-    return _chart(title, unit, *series)
+        series.append(_thinned_series(name, positions(lines, over), [get(line) for line in lines]))
+    chart = _chart(title, unit, *series)
+    chart["xlabel"] = AXES[over]
+    return chart
+
+
+def positions(lines: Lines, over: str) -> list[float]:
+    """Return where each line stands on an axis: its round, or the megabytes or seconds up to its end."""
+    if over == "round":
+        return [line.get("round", i) for i, line in enumerate(lines)]
+    places = []
+    total = 0.0
+    for line in lines:
+        if over == "megabytes":
+            total += ((_get(line, "bytes_up") or 0) + (_get(line, "bytes_down") or 0)) / 1e6
+        else:
+            total += seconds_of(line)
+        places.append(total)
+    return places
 
 
 def _chart(title: str, unit: str, *series: Points | None) -> Chart:
@@ -90,15 +130,14 @@ def _series(name: str, lines: Lines, y: Sequence[float | None], band: Sequence[A
 def _thinned_series(
     name: str, x: Sequence[float], y: Sequence[float | None], band: Sequence[Any] = ()
 ) -> Points | None:
-    """Return at most about `_POINTS` points of a series, the last one included; None without a number.
+    """Return at most about `_POINTS` points of a series, its extremes among them; None without a number.
 
     `x`, `y` and `band`, (low, high), have one entry for each point; points without `y` are left out.
     """
     present = [i for i, value in enumerate(y) if value is not None]
     if not present:
         return None
-    step = -(-len(present) // _POINTS)
-    chosen = sorted({*present[::step], present[-1]})
+    chosen = thinned(present, y, band)
     points: Points = {"name": name, "x": [], "y": []}
     if band:
         points |= {"low": [], "high": []}
@@ -110,6 +149,33 @@ def _thinned_series(
             points["low"].append(_short(low))
             points["high"].append(_short(high))
     return points
+
+
+def thinned(
+    present: Sequence[int], y: Sequence[float | None], band: Sequence[Any] = (), limit: int = _POINTS
+) -> list[int]:
+    """Return at most about `limit` of the indices `present`, so that no extreme of the curve is lost.
+
+    The curve is cut into pieces; of each the lowest and the highest value stay, and with a `band` of (low, high) its
+    lowest low and its highest high. The first and the last index always stay.
+    """
+    if len(present) <= limit:
+        return list(present)
+    extremes = 2
+    if band:
+        extremes = 4
+    pieces = max(1, limit // extremes)
+    chosen = {present[0], present[-1]}
+    for piece in range(pieces):
+        indices = present[piece * len(present) // pieces : (piece + 1) * len(present) // pieces]
+        chosen.add(min(indices, key=lambda i: y[i] or 0.0))
+        chosen.add(max(indices, key=lambda i: y[i] or 0.0))
+        if band:
+            banded = [i for i in indices if band[i][0] is not None]
+            if banded:
+                chosen.add(min(banded, key=lambda i: band[i][0]))
+                chosen.add(max(banded, key=lambda i: band[i][1]))
+    return sorted(chosen)
 
 
 def _line(name: str, lines: Lines, get: Getter) -> Points | None:
@@ -126,15 +192,21 @@ def _over_clients(name: str, lines: Lines, field: str) -> Points | None:
 
 
 def _training_loss(lines: Lines) -> Points | None:
-    """Return the training loss, with its min-max band over clients if they report theirs."""
-    loss = _line("training", lines, _value("train_loss"))
-    clients = _over_clients("", lines, "loss")
-    if loss is None or clients is None or loss["x"] != clients["x"]:
-        return loss
-    loss["name"] = "training (min-max over clients)"
-    loss["low"] = clients["low"]
-    loss["high"] = clients["high"]
-    return loss
+    """Return the training loss, with its min-max band over clients if they report theirs in the same rounds."""
+    losses = []
+    bands: list[tuple[float | None, float | None]] = []
+    for line in lines:
+        loss = _get(line, "train_loss")
+        clients = [value for value in _get(line, "clients", "loss") or [] if value is not None]
+        losses.append(loss)
+        if clients:
+            bands.append((min(clients), max(clients)))
+        else:
+            bands.append((None, None))
+    for loss, (low, _) in zip(losses, bands, strict=True):
+        if (loss is None) != (low is None):
+            return _series("training", lines, losses)
+    return _series("training (min-max over clients)", lines, losses, bands)
 
 
 def _alignment(lines: Lines) -> list[Points | None]:
@@ -194,23 +266,6 @@ def _personal(lines: Lines) -> Points | None:
         means.append(mean(line))
         bands.append((low(line), high(line)))
     return _series("personal models", lines, means, bands)
-
-
-def _accuracy_by_traffic(runs: Mapping[str, Lines]) -> list[Points | None]:
-    """Return accuracy over megabytes sent so far for each run; None for a run that sent nothing."""
-    series: list[Points | None] = []
-    for name, lines in runs.items():
-        accuracy = _percent("accuracy")
-        accuracies = []
-        megabytes = []
-        moved = 0
-        for line in lines:
-            moved += (_get(line, "bytes_up") or 0) + (_get(line, "bytes_down") or 0)
-            megabytes.append(moved / 1e6)
-            accuracies.append(accuracy(line))
-        if moved:
-            series.append(_thinned_series(name, megabytes, accuracies))
-    return series
 
 
 def _traffic(lines: Lines) -> Chart:

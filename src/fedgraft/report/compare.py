@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import json_ready
+from fedgraft.core.files import flatten, json_ready
 from fedgraft.metrics.statistics import gap_cells, paired, summarise
 from fedgraft.report import figures
 from fedgraft.report import html as page
 from fedgraft.report.charts import compare_charts
-from fedgraft.report.html import CHARTS, csv_row, flatten, grid_table, header, rows_csv, section, write_page
-from fedgraft.report.run_page import read_config
+from fedgraft.report.html import csv_row, header, rows_csv, write_page
 from fedgraft.report.run_record import RunInfo, RunRecord, describe_run
+from fedgraft.report.run_view import read_config
+from fedgraft.report.sections import Charts, Grid, Section, Texts
 from fedgraft.report.values import NONE
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,53 @@ def compare_runs(runs: Sequence[Path], out: Path, formats: Sequence[str] = ()) -
     return [describe_run(folder) for folder in folders], written
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that a page shows of several runs."""
+
+    warnings: Sequence[str]
+    """Why results may not be comparable."""
+    sections: Sequence[Section]
+    csv_rows: Sequence[Mapping[str, Any]]
+    """All rounds of all runs, flat."""
+
+
+def view_comparison(
+    named: Mapping[str, RunRecord],
+    over: str = "round",
+    known_lines: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+) -> Comparison:
+    """Return the comparison of runs, by name: results, over seeds, what differs, and their curves over `over`.
+
+    `known_lines` are the recorded rounds where they were read already.
+    """
+    lines: dict[str, Sequence[Mapping[str, Any]]] = {}
+    configs = {}
+    summaries = {}
+    rows = []
+    csv_rows = []
+    for name, folder in named.items():
+        if known_lines is None:
+            lines[name] = folder.metrics()
+        else:
+            lines[name] = known_lines[name]
+        configs[name] = flatten(read_config(folder))
+        summaries[name] = folder.summary()
+        rows.append(_row(name, describe_run(folder, lines[name]), lines[name]))
+        for line in lines[name]:
+            csv_rows.append({"run": name, **csv_row(line)})
+    first = next(iter(named))
+    sections = [
+        Section("Results", [Grid(rows)]),
+        Section("Over seeds", [Grid(over_seeds(rows, configs))]),
+        Section("Differences of the configs", [Grid(differences(configs))]),
+        Section("Curves", [Charts(compare_charts(lines, over))]),
+        Section(f"Config of {first}", [Texts([named[first].config_text], "code")], folded=True),
+    ]
+    present = [section for section in sections if section]
+    return Comparison(data_warnings(configs, summaries), present, csv_rows)
+
+
 def write_comparison(runs: Iterable[RunRecord | Path | str], path: Path | str, title: str = "Comparison") -> Path:
     """Write one page for several runs to `path` and return it: a table, differences of configs, curves overlaid.
 
@@ -67,32 +116,18 @@ def write_comparison(runs: Iterable[RunRecord | Path | str], path: Path | str, t
         if not isinstance(run, RunRecord):
             run = RunRecord.open(run)
         folders.append(run)
-    named = dict(zip(_names(folders), folders, strict=True))
-    lines = {}
-    configs = {}
-    summaries = {}
-    rows = []
-    csv_rows = []
-    for name, folder in named.items():
-        lines[name] = folder.metrics()
-        configs[name] = flatten(read_config(folder))
-        summaries[name] = folder.summary()
-        rows.append(_row(name, describe_run(folder, lines[name]), lines[name]))
-        for line in lines[name]:
-            csv_rows.append({"run": name, **csv_row(line)})
-    warnings = data_warnings(configs, summaries)
-    for warning in warnings:
+    comparison = view_comparison(dict(zip(_names(folders), folders, strict=True)))
+    for warning in comparison.warnings:
         log.warning("%s", warning)
-    parts = [
-        page.notices(warnings),
-        section("Results", grid_table(rows)),
-        section("Over seeds", grid_table(_over_seeds(rows, configs))),
-        section("Differences of the configs", grid_table(_differences(configs))),
-        section("Curves", CHARTS),
-        page.folded(f"Config of {next(iter(named))}", page.preformatted(folders[0].config_text)),
-    ]
-    top = header(title, f"{len(folders)} runs", "comparison.csv", rows_csv(csv_rows))
-    return write_page(path, title, top, parts, compare_charts(lines))
+    parts = [page.notices(comparison.warnings)]
+    charts: list[Any] = []
+    for section in comparison.sections:
+        parts.append(page.render(section))
+        for part in section.parts:
+            if isinstance(part, Charts):
+                charts += part.charts
+    top = header(title, f"{len(folders)} runs", "comparison.csv", rows_csv(comparison.csv_rows))
+    return write_page(path, title, top, parts, charts)
 
 
 def data_warnings(configs: Configs, summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -102,7 +137,7 @@ def data_warnings(configs: Configs, summaries: Mapping[str, Mapping[str, Any]]) 
     """
     data = []
     partition = []
-    for row in _differences(configs):
+    for row in differences(configs):
         key, *values = row.values()
         text = f"{key}: {', '.join(values)}"
         if key.startswith("data.") and key not in _SAME_IMAGES:
@@ -146,7 +181,7 @@ def _row(name: str, info: RunInfo, lines: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
-def _over_seeds(rows: Sequence[Mapping[str, Any]], configs: Configs) -> list[dict[str, Any]]:
+def over_seeds(rows: Sequence[Mapping[str, Any]], configs: Configs) -> list[dict[str, Any]]:
     """Return one row per setting, over runs that differ only in the seed: mean test accuracy with intervals.
 
     `rows` are those of the results table, `configs` the flat configs by run. Settings with the same seeds as the first
@@ -189,7 +224,7 @@ def _setting_names(settings: Configs) -> dict[str, str]:
     """Return the name of each setting by its identity: its values of the options that differ between them."""
     keys = []
     if len(settings) > 1:
-        keys = [row["key"] for row in _differences(settings)]
+        keys = [row["key"] for row in differences(settings)]
     names = {}
     for identity, setting in settings.items():
         options = []
@@ -199,7 +234,7 @@ def _setting_names(settings: Configs) -> dict[str, str]:
     return names
 
 
-def _differences(configs: Configs) -> list[dict[str, Any]]:
+def differences(configs: Configs) -> list[dict[str, Any]]:
     """Return one row per config key whose value is not the same everywhere."""
     keys: dict[str, None] = {}
     for config in configs.values():

@@ -21,12 +21,9 @@ from typing import Any
 from fedgraft.core.files import json_ready
 from fedgraft.core.store import write_atomic
 from fedgraft.core.text import csv_cell
-from fedgraft.report.values import NONE, format_value
+from fedgraft.report.sections import PICTURE_TYPES, Charts, Facts, Grid, Matrix, Part, Pictures, Rows, Section
 
-PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}
-"""Media types of pictures by suffix."""
 _CLIENT_FIELDS = ("loss", "norm", "drift", "cosine", "weight")
-Rows = Sequence[Mapping[str, Any]]
 
 
 def write_tables(path: Path | str, title: str, tables: Mapping[str, Rows], notes: Sequence[str] = ()) -> Path:
@@ -45,26 +42,52 @@ def write_tables(path: Path | str, title: str, tables: Mapping[str, Rows], notes
 
 
 def write_page(path: Path | str, title: str, top: str, parts: Sequence[str], charts: Sequence[Any]) -> Path:
-    """Write a page of these parts under the header `top` to `path`; return the path.
+    """Write the page of `render_page` to `path`; return the path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, [render_page(title, top, parts, charts).encode()])
+    return path
+
+
+def render_page(title: str, top: str, parts: Sequence[str], charts: Sequence[Any]) -> str:
+    """Return a page of these parts under the header `top`.
 
     `parts` are HTML; `charts` is the data of the charts, which the page's script draws into the elements of
     `charts_at`.
     """
-    template = importlib.resources.files("fedgraft.report").joinpath("template.html").read_text("utf-8")
-    script = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)[0]
+    script = page_script()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     # Only `<` could end a script element; JSON can escape it.
     block = json.dumps(json_ready({"charts": charts}), separators=(",", ":"))
     block = block.replace("<", "\\u003c").replace("&", "\\u0026")
     body = "\n".join([top, "<main>", *filter(None, parts), "</main>"])
-    filled = {"POLICY": policy, "TITLE": html.escape(title), "BODY": body, "DATA": block}
+    filled = {
+        "POLICY": policy,
+        "TITLE": html.escape(title),
+        "BODY": body,
+        "DATA": block,
+        "STYLE": page_file("base.css"),
+        "SCRIPT": script,
+    }
     # One pass, so that a placeholder inside a run's own texts is not replaced.
-    page = re.sub(r"@@(POLICY|TITLE|BODY|DATA)@@", lambda placeholder: filled[placeholder[1]], template)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, [page.encode()])
-    return path
+    placeholder = r"@@(POLICY|TITLE|BODY|DATA|STYLE|SCRIPT)@@"
+    return re.sub(placeholder, lambda place: filled[place[1]], page_file("template.html"))
+
+
+def page_file(name: str) -> str:
+    """Return the text of a file of the page: its style, a script, the template."""
+    return importlib.resources.files("fedgraft.report").joinpath("page", name).read_text("utf-8")
+
+
+def page_script() -> str:
+    """Return the script of a static page: the drawing module of the studio and what begins it, as one function."""
+    lines = ["", "(() => {", '"use strict";']
+    for name in ("charts.js", "static.js"):
+        for line in page_file(name).splitlines():
+            if not line.startswith("import "):
+                lines.append(line.removeprefix("export "))
+    return "\n".join([*lines, "})();", ""])
 
 
 def header(title: str, status: str, name: str, numbers: str, about: str = "") -> str:
@@ -136,27 +159,97 @@ def grid_table(rows: Rows) -> str:
     """Return a table with the first row's keys as its head; columns of numbers, except the first, are right-aligned."""
     if not rows:
         return ""
-    first_column = next(iter(rows[0]))  # it has names, even if they are numbers
-    attributes = {}
-    for key in rows[0]:
-        attributes[key] = ""
-        if key != first_column and not any(_is_text(row[key]) for row in rows):
-            attributes[key] = ' class="number"'
-    head = "".join(f'<th scope="col"{attributes[key]}>{safe(key)}</th>' for key in rows[0])
+    grid = Grid(rows)
+    attributes = []
+    head = ""
+    for name, is_number in grid.columns:
+        attribute = ""
+        if is_number:
+            attribute = ' class="number"'
+        attributes.append(attribute)
+        head += f'<th scope="col"{attribute}>{safe(name)}</th>'
     body = ""
-    for row in rows:
+    for texts in grid.texts:
         body += "<tr>"
-        for key, value in row.items():
-            body += _cell(format_value(key, value), attributes[key])
+        for text, attribute in zip(texts, attributes, strict=True):
+            body += _cell(text, attribute)
         body += "</tr>"
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _is_text(value: object) -> bool:
-    """Return whether a value is a text and not a formatted number or a dash."""
-    if not isinstance(value, str) or value == NONE:
-        return False
-    return re.fullmatch(r"-?\d+(\.\d*)?(e[+-]\d+)?", value) is None
+def matrix_table(matrix: Matrix) -> str:
+    """Return a matrix as an HTML table with darker cells for larger values; "" without rows."""
+    if not matrix:
+        return ""
+    largest = 0
+    for values in matrix.rows.values():
+        largest = max([largest, *(value for value in values if value is not None)])
+    largest = largest or 1
+    turned = ""
+    if max(len(str(heading)) for heading in matrix.columns) > 4:
+        turned = ' class="turned"'
+    headings: list[object] = [matrix.corner]
+    if matrix.sums:
+        headings.append("all")
+    headings += matrix.columns
+    head = "".join(f'<th scope="col"><span>{safe(heading)}</span></th>' for heading in headings)
+    body = ""
+    for name, values in matrix.rows.items():
+        body += f'<tr><th scope="row">{safe(name)}</th>'
+        if matrix.sums:
+            body += f"<td>{sum(values):,}</td>"
+        for value in values:
+            body += _shaded_cell(value or 0, largest)
+        body += "</tr>"
+    foot = ""
+    if matrix.sums:
+        cells = "".join(f"<td>{count:,}</td>" for count in [sum(matrix.sums), *matrix.sums])
+        foot = f'<tfoot><tr><th scope="row">all</th>{cells}</tr></tfoot>'
+    table = f"<thead{turned}><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}"
+    return f'<div class="scroll"><table class="map">{table}</table></div>'
+
+
+def _shaded_cell(value: float, largest: float) -> str:
+    """Return one cell as HTML, shaded by the square root of its share of `largest`, so that small values are seen."""
+    if not value:
+        return "<td></td>"
+    text = f"{value:.2f}"
+    if isinstance(value, int):
+        text = f"{value:,}"
+    share = (value / largest) ** 0.5
+    return f'<td style="--s:{share:.2f}">{text}</td>'
+
+
+def render(section: Section) -> str:
+    """Return a section as HTML; "" if it has no content."""
+    if not section:
+        return ""
+    content = "".join(_render_part(part) for part in section.parts if part)
+    if section.folded:
+        return folded(section.title, content)
+    return f"<section><h2>{safe(section.title)}</h2>{content}</section>"
+
+
+def _render_part(part: Part) -> str:
+    """Return one part of a section as HTML."""
+    if isinstance(part, Grid):
+        return grid_table(part.rows)
+    if isinstance(part, Matrix):
+        return matrix_table(part)
+    if isinstance(part, Facts):
+        return facts_table(part.values)
+    if isinstance(part, Charts):
+        return charts_at(part.place)
+    if isinstance(part, Pictures):
+        return "".join(picture(file) for file in part.files)
+    if part.style == "list":
+        items = "".join(f"<li>{safe(text)}</li>" for text in part.texts)
+        return f'<ul class="warnings">{items}</ul>'
+    if part.style == "code":
+        return "".join(preformatted(text) for text in part.texts)
+    if part.style == "heading":
+        return "".join(f"<h3>{safe(text)}</h3>" for text in part.texts)
+    return "".join(f'<p class="note">{safe(text)}</p>' for text in part.texts)
 
 
 def _cell(text: str, attribute: str) -> str:
@@ -170,7 +263,7 @@ def picture(file: Path, caption: str = "") -> str:
     """Return the picture in a file as an HTML element that contains its bytes; `caption` default: the file's name."""
     data = base64.b64encode(file.read_bytes()).decode()
     name = safe(caption or file.stem.replace("_", " "))
-    return f'<p><img alt="{name}" src="data:{PICTURES[file.suffix]};base64,{data}"></p>'
+    return f'<p><img alt="{name}" src="data:{PICTURE_TYPES[file.suffix]};base64,{data}"></p>'
 
 
 def metrics_csv(lines: Rows) -> str:
@@ -196,20 +289,6 @@ def csv_row(line: Mapping[str, Any]) -> dict[str, Any]:
         else:
             row[key] = value
     return row
-
-
-def flatten(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return a nested mapping with `outer.inner` keys; `above` begins them, and lists stay unchanged."""
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        name = str(key)
-        if above:
-            name = f"{above}.{key}"
-        if isinstance(item, Mapping):
-            flat |= flatten(item, name)
-        else:
-            flat[name] = item
-    return flat
 
 
 def rows_csv(rows: Rows) -> str:

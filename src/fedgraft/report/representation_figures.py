@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fedgraft.config.load import Config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.store import write_atomic
 
-if TYPE_CHECKING:  # a page that shows no matrix needs no torch
-    from torch import Tensor
-
+if TYPE_CHECKING:
     from fedgraft.server.round import RoundSummary
 
 _FULL_MATRIX = 200  # clients up to which a cohort's matrix is embedded in that of all clients
@@ -78,24 +78,35 @@ def _mixing_file(run: Path, number: int) -> Path:
     return run / "figures" / f"crsm-round-{number:06d}.safetensors"
 
 
-def read_mixing(run: Path, clients: int) -> dict[str, Tensor]:
-    """Return the stored mixing matrices of the run folder `run`, by "round N".
+def mixing_rounds(run: Path) -> list[int]:
+    """Return the rounds whose mixing matrix is stored in the run folder `run`, in order."""
+    rounds = []
+    for path in (run / "figures").glob("crsm-round-*.safetensors"):
+        rounds.append(int(path.stem.rsplit("-", 1)[1]))
+    return sorted(rounds)
 
-    Each is among all `clients`, NaN for those outside the round's cohort; of many clients only the cohort's is kept.
+
+def read_mixing_round(run: Path, number: int, clients: int) -> np.ndarray:
+    """Return the stored mixing matrix of round `number` of the run folder `run`.
+
+    It is among all `clients`, NaN for those outside the round's cohort; of many clients only the cohort's.
     """
-    matrices = {}
-    for path in sorted((run / "figures").glob("crsm-round-*.safetensors")):
-        import safetensors.torch
-        import torch
+    import safetensors.numpy
 
-        tensors = safetensors.torch.load(path.read_bytes())
-        matrix = tensors["mixing"]
-        ids = tensors["clients"]
-        all_clients = max(clients, int(ids.max()) + 1)
-        if all_clients <= _FULL_MATRIX:
-            full = torch.full((all_clients, all_clients), torch.nan)
-            full[ids[:, None], ids[None, :]] = matrix
-            matrix = full
-        number = int(path.stem.rsplit("-", 1)[1])
-        matrices[f"round {number}"] = matrix
+    tensors = safetensors.numpy.load(_mixing_file(run, number).read_bytes())
+    matrix = tensors["mixing"]
+    ids = tensors["clients"]
+    all_clients = max(clients, int(ids.max()) + 1)
+    if all_clients > _FULL_MATRIX:
+        return matrix
+    full = np.full((all_clients, all_clients), np.nan)
+    full[ids[:, None], ids[None, :]] = matrix
+    return full
+
+
+def read_mixing(run: Path, clients: int) -> dict[str, np.ndarray]:
+    """Return the stored mixing matrices of the run folder `run`, by "round N", each as `read_mixing_round` does."""
+    matrices = {}
+    for number in mixing_rounds(run):
+        matrices[f"round {number}"] = read_mixing_round(run, number, clients)
     return matrices

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,8 +19,6 @@ from fedgraft.core.files import read_metrics
 from fedgraft.core.progress import describe_facts
 from fedgraft.core.store import is_locked
 from fedgraft.report.values import seconds_of, total_of
-
-log = logging.getLogger(__name__)
 
 NOW_FILE = "now.json"
 """The file to which a running process writes its current phases."""
@@ -94,6 +91,10 @@ class RunRecord:
         """Return the rounds so far."""
         return read_metrics(self.metrics_path)
 
+    def run(self) -> dict[str, Any]:
+        """Return what the run wrote about itself: `config_digest`, `status` and, if it ended early, `reason`."""
+        return self._read_json("run.json")
+
     def summary(self) -> dict[str, Any]:
         """Return the final results; empty while there are none."""
         return self._read_json("summary.json")
@@ -116,26 +117,6 @@ class RunRecord:
                 "delete it or restore the run folder",
                 path=str(path),
             ) from error
-
-
-def list_runs(root: Path | str) -> list[RunInfo]:
-    """Return every run below a folder, by name, without runs inside other runs; warn of unreadable ones."""
-    root = Path(root)
-    infos: list[RunInfo] = []
-    for path in sorted(root.glob("**/run.json")):
-        if _is_inside_run(path, root):
-            continue
-        try:
-            infos.append(describe_run(RunRecord(path.parent), None, root))
-        except FedgraftError as error:
-            log.warning("left out of the list: %s", error)
-    return infos
-
-
-def _is_inside_run(path: Path, root: Path) -> bool:
-    """Return whether a run.json below `root` belongs to a run that another run made inside its folder."""
-    parents_below_root = path.parents[1 : len(path.relative_to(root).parts)]
-    return any((parent / "run.json").exists() for parent in parents_below_root)
 
 
 def describe_run(run: RunRecord, lines: Sequence[Mapping[str, Any]] | None = None, root: Path | None = None) -> RunInfo:

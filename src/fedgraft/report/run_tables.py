@@ -1,4 +1,4 @@
-"""The tables of a run's report: by class, by client, holdings, alignment and mixing, dropped clients."""
+"""The tables of a run: by class, by client, holdings, what trains, alignment and mixing, dropped clients."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.core.files import json_ready
-from fedgraft.report.html import Rows, grid_table, safe
 from fedgraft.report.representation_figures import by_client, read_mixing
+from fedgraft.report.sections import Grid, Matrix, Part, Rows, Texts
 from fedgraft.report.values import NONE, label, metric, metric_column
 
 _ROWS = 200  # clients; more make the page heavy
@@ -62,27 +62,27 @@ def _columns(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
     return rows
 
 
-def confusion(summary: Mapping[str, Any]) -> str:
-    """Return HTML of the confusion matrix of the test images and of accuracy by confidence; "" without either."""
-    parts = []
+def confusion(summary: Mapping[str, Any]) -> list[Part]:
+    """Return the confusion matrix of the test images and accuracy by confidence; nothing without either."""
+    parts: list[Part] = []
     names = summary.get("class_names") or []
     counts = summary.get("confusion")
     if counts:
-        parts.append('<p class="note">Test images by true class (row) and predicted class (column).</p>')
-        parts.append(_heat_table(dict(zip(names, counts, strict=True)), names, corner="true class"))
+        parts.append(Texts(["Test images by true class (row) and predicted class (column)."]))
+        parts.append(Matrix(dict(zip(map(str, names), counts, strict=True)), names, corner="true class"))
     bins = summary.get("reliability")
     if bins:
         accuracies = metric_column([interval["accuracy"] for interval in bins])
         rows = []
         for interval, accuracy in zip(bins, accuracies, strict=True):
             rows.append({"mean confidence": f"{100 * interval['confidence']:.0f} %", "accuracy": accuracy})
-        parts.append("<h3>Reliability: accuracy by confidence</h3>")
-        parts.append(grid_table(rows))
-    return "".join(parts)
+        parts.append(Texts(["Reliability: accuracy by confidence"], "heading"))
+        parts.append(Grid(rows))
+    return parts
 
 
-def clients(summary: Mapping[str, Any], lines: Rows, image_counts: Counts, names: Sequence[str]) -> str:
-    """Return the table of clients as HTML: images, participation and metrics, one row each.
+def clients(summary: Mapping[str, Any], lines: Rows, image_counts: Counts, names: Sequence[str]) -> list[Part]:
+    """Return the table of clients: images, participation and metrics, one row each.
 
     Args:
         lines: the lines of metrics.jsonl.
@@ -105,7 +105,7 @@ def clients(summary: Mapping[str, Any], lines: Rows, image_counts: Counts, names
     table = []
     for name, cells in rows.items():
         table.append({"client": name, **cells})
-    return grid_table(_with_same_columns(table)) + _truncation_note(len(image_counts), _ROWS)
+    return [Grid(_with_same_columns(table)), _truncation_note(len(image_counts), _ROWS)]
 
 
 def _participation(lines: Rows) -> dict[int, dict[str, Any]]:
@@ -132,40 +132,58 @@ def _participation(lines: Rows) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def holdings(image_counts: Counts, classes: Sequence[object], names: Sequence[str]) -> str:
-    """Return the table of training images by client and class, with sums, as HTML; "" if they are not known.
+def holdings(image_counts: Counts, classes: Sequence[object], names: Sequence[str]) -> list[Part]:
+    """Return the table of training images by client and class, with sums; nothing if they are not known.
 
     `classes` and `names` are the names of the classes and of the clients.
     """
     if not image_counts:
-        return ""
+        return []
     row_limit = min(_ROWS, max(1, _CELLS // len(image_counts[0])))
     rows = {}
     for client, counts in enumerate(image_counts[:row_limit]):
         rows[_name(client, names)] = counts
-    note = '<p class="note">Training images by client (row) and class (column); an empty cell is none.</p>'
+    note = Texts(["Training images by client (row) and class (column); an empty cell is none."])
     sums = [sum(counts) for counts in zip(*image_counts, strict=True)]
-    table = _heat_table(rows, classes or range(len(image_counts[0])), sums)
-    return note + table + _truncation_note(len(image_counts), row_limit)
+    table = Matrix(rows, classes or range(len(image_counts[0])), sums)
+    return [note, table, _truncation_note(len(image_counts), row_limit)]
 
 
-def representations(run: Path, lines: Rows, clients: int) -> str:
-    """Return HTML of alignment by client and layer, and of the mixing matrices stored in the run folder `run`.
+def trained_layers(layers: Rows) -> list[dict[str, Any]]:
+    """Return one row per layer of the network: its weights, and how many of them train.
 
-    Empty if the algorithm has neither. `lines` are the recorded rounds, `clients` is the number of clients.
+    `layers` are those of the run's record of what trains, each with `name`, `trained` and `of`.
     """
-    parts = []
+    rows = []
+    for layer in layers:
+        row = {"layer": str(layer["name"]), "trained": layer["trained"], "weights": layer["of"]}
+        row["share"] = f"{100 * layer['trained'] / max(1, layer['of']):.2f}"
+        rows.append(row)
+    return rows
+
+
+def alignment(lines: Rows) -> list[Part]:
+    """Return the alignment by client and layer; nothing if the algorithm has none. `lines` are the recorded rounds."""
+    parts: list[Part] = []
     means = by_client([line for line in lines if line.get("alignment")])
     if means:
         layers = list(next(iter(means.values())))
         rows: dict[str, Sequence[Any]] = {}
         for client, scores in list(means.items())[:_ROWS]:
             rows[str(client)] = list(scores.values())
-        parts.append(f"<h3>SVCCA with the model sent to the client, by layer</h3>{_heat_table(rows, layers)}")
+        parts.append(Texts(["SVCCA with the model sent to the client, by layer"], "heading"))
+        parts.append(Matrix(rows, layers))
+    return parts
+
+
+def mixing(run: Path, clients: int) -> list[Part]:
+    """Return the mixing matrices stored in the run folder `run`, of `clients` clients; nothing if there are none."""
+    parts: list[Part] = []
     for title, matrix in read_mixing(run, clients).items():
         rows = {str(client): values for client, values in enumerate(json_ready(matrix))}
-        parts.append(f"<h3>Mixing weights between clients, {title}</h3>{_heat_table(rows, range(len(rows)))}")
-    return "".join(parts)
+        parts.append(Texts([f"Mixing weights between clients, {title}"], "heading"))
+        parts.append(Matrix(rows, range(len(rows))))
+    return parts
 
 
 def dropped(lines: Rows, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -184,58 +202,11 @@ def dropped(lines: Rows, names: Sequence[str]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["client"])
 
 
-def _heat_table(
-    rows: Mapping[str, Sequence[Any]], columns: Sequence[object], sums: Sequence[int] = (), corner: str = "client"
-) -> str:
-    """Return a matrix as an HTML table with darker cells for larger values.
-
-    `rows` are the values by row name; `sums`, if given, are the totals of the columns and add a row and a column of
-    totals; `corner` names the rows.
-    """
-    largest = 0
-    for values in rows.values():
-        largest = max([largest, *(value for value in values if value is not None)])
-    largest = largest or 1
-    turned = ""
-    if max(len(str(heading)) for heading in columns) > 4:
-        turned = ' class="turned"'
-    headings: list[object] = [corner]
-    if sums:
-        headings.append("all")
-    headings += columns
-    head = "".join(f'<th scope="col"><span>{safe(heading)}</span></th>' for heading in headings)
-    body = ""
-    for name, values in rows.items():
-        body += f'<tr><th scope="row">{safe(name)}</th>'
-        if sums:
-            body += f"<td>{sum(values):,}</td>"
-        for value in values:
-            body += _heat_cell(value or 0, largest)
-        body += "</tr>"
-    foot = ""
-    if sums:
-        cells = "".join(f"<td>{count:,}</td>" for count in [sum(sums), *sums])
-        foot = f'<tfoot><tr><th scope="row">all</th>{cells}</tr></tfoot>'
-    table = f"<thead{turned}><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}"
-    return f'<div class="scroll"><table class="map">{table}</table></div>'
-
-
-def _heat_cell(value: float, largest: float) -> str:
-    """Return one cell as HTML, shaded by the square root of its share of `largest`, so that small values are seen."""
-    if not value:
-        return "<td></td>"
-    text = f"{value:.2f}"
-    if isinstance(value, int):
-        text = f"{value:,}"
-    share = (value / largest) ** 0.5
-    return f'<td style="--s:{share:.2f}">{text}</td>'
-
-
-def _truncation_note(count: int, shown: int) -> str:
+def _truncation_note(count: int, shown: int) -> Texts:
     """Return the note that only the first clients are shown; empty if all are."""
     if count <= shown:
-        return ""
-    return f'<p class="note">The first {shown} of {count} clients are shown.</p>'
+        return Texts([])
+    return Texts([f"The first {shown} of {count} clients are shown."])
 
 
 def _name(client: Any, names: Sequence[str]) -> str:

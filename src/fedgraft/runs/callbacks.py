@@ -6,14 +6,18 @@ callback at every event, in this order: the config's trackers, the progress disp
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.config.build import budget
+from fedgraft.core.files import json_ready
 from fedgraft.core.state import ServerState
+from fedgraft.report.privacy_account import ACCOUNT_FILE
 
 if TYPE_CHECKING:
     from fedgraft.runs.open_run import OpenRun
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from fedgraft.runs.setup import RunSetup
 
 log = logging.getLogger("fedgraft")
+ACCOUNTS = 8
+"""How often a run records its privacy account; one of fewer rounds than this records it at its end."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,27 @@ class EarlyStopping(Callback):
 
 
 class PrivacyBudget(Callback):
-    """Ends a run before a round that would exceed the epsilon of its config."""
+    """Ends a run before a round that would exceed the epsilon of its config; records the account of each round."""
 
-    def __init__(self, setup: RunSetup) -> None:
+    def __init__(self, setup: RunSetup, folder: Path) -> None:
         self.setup = setup
+        self.folder = folder
+
+    def on_round_committed(self, state: ServerState) -> None:
+        """Append what the rounds so far have spent to the record of the account, eight times in a run.
+
+        With sampled cohorts one account takes more than half a second.
+        """
+        total = self.setup.config.rounds.total
+        every = max(ACCOUNTS, total // ACCOUNTS)
+        if state.round % every and state.round != total:
+            return
+        account = budget(self.setup.config, self.setup.algorithm, state.round)
+        if account is None:
+            return
+        line = {"round": state.round, "epsilon": account.epsilon, "delta": account.delta, "target": account.target}
+        with suppress(OSError), (self.folder / ACCOUNT_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(json_ready(line)) + "\n")
 
     def on_round_start(self, state: ServerState, best: Best) -> StopRun | None:
         """Return the stop when the account cannot spend another round, and log it."""

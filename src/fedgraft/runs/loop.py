@@ -35,7 +35,15 @@ from fedgraft.runs.memory_store import MemoryStore
 from fedgraft.runs.open_run import OpenRun, open_run
 from fedgraft.runs.personal_store import PersonalStore, first_models
 from fedgraft.runs.plan import check_setup
-from fedgraft.runs.reporting import log_round, report_run, summary_of, write_phases, write_skipped
+from fedgraft.runs.reporting import (
+    log_round,
+    report_run,
+    summary_of,
+    write_holdings,
+    write_phases,
+    write_skipped,
+    write_trained,
+)
 from fedgraft.runs.round_log import RoundLog
 from fedgraft.runs.saving import Best, client_stores, pack_run, protection_label, saved_edit
 from fedgraft.runs.secrets import read_or_draw_secret, store_secret, without_cohort_size
@@ -232,7 +240,7 @@ class _Run:
             RoundLines(options.total),
             *callbacks,
             EarlyStopping(options.patience),
-            PrivacyBudget(self.setup),
+            PrivacyBudget(self.setup, self.record.path),
             Checkpoints(self._save, every, options.total, self._is_among_best),
         ]
 
@@ -255,6 +263,7 @@ class _Run:
         last_round = None if checkpoint is None else checkpoint.round
         self.log = RoundLog(self.record.path, self.setup.identity, self.secret, last_round)
         write_skipped(self.record.path, self.setup.task.data)
+        write_holdings(self.record.path, self.setup.task.data)
         for callback in self.callbacks:
             callback.on_run_start(self.setup, self.record.path, last_round or 0)
         if checkpoint is None:
@@ -323,6 +332,7 @@ class _Run:
         `saved` are the edit space's tensors in a checkpoint; None in a new run. Remote clients get them in a message.
         """
         self.opened = open_run(self.setup, self.engines, saved)
+        write_trained(self.record.path, self.setup.task.network, self.opened.space)
         if self.arrivals is not None:
             server_context = replace(self.opened.server_context, arrivals=self.arrivals)
             self.opened = replace(self.opened, server_context=server_context)

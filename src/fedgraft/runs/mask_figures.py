@@ -88,13 +88,6 @@ def whole_mask(network: VisionNetwork, space: EditSpace) -> Mask:
     return Mask(mask)
 
 
-def layer_name(network: VisionNetwork, name: str) -> str:
-    """Return the layer of the parameter `name` in words: "embeddings", "block 3", "final norm" or "head"."""
-    block = network.block_of(name)
-    special = {-1: "embeddings", network.depth: "final norm", network.depth + 1: "head"}
-    return special.get(block, f"block {block}")
-
-
 def _density_figures(runs: Sequence[MaskedRun], out: Path) -> list[Path]:
     """Draw the percentage of weights that is trained, by layer and by kind of tensor; return the files in `out`."""
     by_layer: dict[str, dict[str, float]] = {}
@@ -123,7 +116,7 @@ def _density_figure(file: Path, groups: Mapping[str, Mapping[str, float]], dimen
 
 def _layer_density(network: VisionNetwork, mask: Mask) -> dict[str, float]:
     """Return the density of each layer in percent, from the first to the head."""
-    return _density(mask, lambda name: layer_name(network, name), network.block_of)
+    return _density(mask, network.layer_name, network.block_of)
 
 
 def _density(mask: Mask, group_of: Callable[[str], object], order: Callable[[str], Any]) -> dict[str, float]:

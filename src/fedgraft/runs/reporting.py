@@ -11,10 +11,14 @@ from typing import Any
 
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import json_ready
+from fedgraft.core.space import EditSpace
 from fedgraft.core.state import ServerState
 from fedgraft.core.store import write_text
 from fedgraft.data.federated import FederatedData
+from fedgraft.models.network import VisionNetwork
 from fedgraft.report.run_page import write_report
+from fedgraft.report.run_view import HOLDINGS_FILE, TRAINED_FILE
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.saving import Best, account_of, selected_score
@@ -110,6 +114,28 @@ def write_skipped(folder: Path, data: FederatedData) -> None:
     if data.dataset.skipped:
         lines = [f"{place}\t{reason}\n" for place, reason in data.dataset.skipped]
         write_text(folder / "skipped.txt", "".join(lines))
+
+
+def write_holdings(folder: Path, data: FederatedData) -> None:
+    """Write who holds what, images by client and class, where this machine knows the clients' data."""
+    if not data.rows_known:
+        return
+    record = {"counts": data.histogram(), "classes": data.dataset.classes, "clients": data.client_names}
+    write_text(folder / HOLDINGS_FILE, json.dumps(json_ready(record)) + "\n")
+
+
+def write_trained(folder: Path, network: VisionNetwork, space: EditSpace) -> None:
+    """Write how many weights of each layer of the network train, from the first layer to the head."""
+    totals: dict[str, int] = {}
+    names = dict(network.named_parameters())
+    for name in sorted(names, key=network.block_of):
+        layer = network.layer_name(name)
+        totals[layer] = totals.get(layer, 0) + names[name].numel()
+    trained = dict.fromkeys(totals, 0)
+    for part in space.parts:
+        trained[network.layer_name(part.name)] += part.size
+    layers = [{"name": layer, "trained": trained[layer], "of": total} for layer, total in totals.items()]
+    write_text(folder / TRAINED_FILE, json.dumps({"layers": layers}) + "\n")
 
 
 FEW = 100

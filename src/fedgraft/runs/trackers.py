@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.core.files import json_ready
+from fedgraft.core.files import flatten, json_ready
 from fedgraft.core.state import ServerState
-from fedgraft.report.html import csv_row, flatten
+from fedgraft.report.html import csv_row
 from fedgraft.runs.callbacks import Callback
 
 if TYPE_CHECKING:

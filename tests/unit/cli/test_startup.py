@@ -35,13 +35,13 @@ def runs(tmp_path: Path) -> list[str]:
     return [str(tmp_path / name) for name in "ab"]
 
 
-COMMANDS = ["list", "show", "watch", "options", "presets", "algorithms", "partition", "compare", "--help"]
+COMMANDS = ["list", "show", "options", "presets", "algorithms", "partition", "compare", "--help"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_looking_needs_no_torch(command: str, runs: list[str], tmp_path: Path) -> None:
-    given = {"list": [str(tmp_path)], "show": runs[:1], "watch": [runs[0], "--once"], "partition": ["seed=1"]}
+    given = {"list": [str(tmp_path)], "show": runs[:1], "partition": ["seed=1"]}
     words = {**given, "compare": [*runs, "--out", str(tmp_path / "page")]}.get(command, [])
     found = subprocess.run([sys.executable, "-c", CODE, command, *words], capture_output=True, text=True, check=False)
     assert found.stdout.endswith("heavy: []\n"), found.stdout[-300:] + found.stderr[-300:]

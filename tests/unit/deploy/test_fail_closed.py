@@ -191,8 +191,8 @@ def test_a_secret_that_was_cut_is_refused(tmp_path: Path) -> None:
 
 
 def test_status_says_for_whom_a_secure_run_waits_and_deployments_add_their_own_noise() -> None:
-    from fedgraft.cli.deploy_coordinator import absent_from_sums
     from fedgraft.deploy.coordinator import with_clients
+    from fedgraft.deploy.status import absent_from_sums
 
     names = ["north", "south", "east", "west"]
     secure = tiny("privacy.aggregation=secure", "partition.clients=4")

@@ -28,6 +28,7 @@ from fedgraft.deploy import evaluate, preflight
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.evaluate import evaluation_table, plan_evaluation
 from fedgraft.deploy.node import agreed_policies
+from fedgraft.deploy.preflight_answers import with_node_names
 from fedgraft.privacy.secagg.keys import Identity, context, public_key, sign
 from fedgraft.runs.deliver import export_run
 from fedgraft.runs.predict import predictor
@@ -76,7 +77,7 @@ def collect(sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch, *options: s
 
 
 def kinds(answers: dict[str, Any]) -> set[str]:
-    named, shared = preflight.with_node_names(answers, NAMES)
+    named, shared = with_node_names(answers, NAMES)
     return {finding.kind for finding in findings(named, 16, shared)}
 
 

@@ -45,7 +45,7 @@ out.inside = boxes.every(box => box.all("polyline").every(line => line.a.points.
 const labels = box => box.all("svg")[0].kids.filter(kid => kid.name === "text").map(kid => kid.own);
 out.starts = boxes.every(box => labels(box).includes("0"));
 out.units = labels(boxes[0]).some(text => text.endsWith(" %"));
-out.dashes = new Set(boxes[boxes.length > 1 ? 1 : 0].all("polyline").map(line => line.a.style.split("stroke-dasharray:")[1])).size;
+out.dashes = new Set(boxes[boxes.length > 1 ? 1 : 0].all("polyline").map(line => line.a["stroke-dasharray"])).size;
 const svg = boxes[1].all("svg")[0], tip = boxes[1].kids.find(kid => kid.a.class === "tip"), keys = boxes[1].all("button");
 svg.on.pointermove({ clientX: 399 });
 out.tip = tip.textContent;

@@ -161,4 +161,4 @@ def test_in_a_real_browser(tmp_path: Path, width: int) -> None:
 
 
 def test_template_is_part_of_the_package() -> None:
-    assert (Path(report.__file__).parent / "template.html").is_file()
+    assert (Path(report.__file__).parent / "page" / "template.html").is_file()

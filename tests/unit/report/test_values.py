@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedgraft.report.html import flatten
+from fedgraft.core.files import flatten
 from fedgraft.report.values import accuracy, clock, format_value, metric, metric_column, size
 
 

@@ -18,7 +18,8 @@ import torch
 from tests.support.errors import raises
 
 from fedgraft.core.files import json_ready, read_metrics, without_timing
-from fedgraft.report.run_record import describe_run, list_runs
+from fedgraft.report.run_index import list_runs
+from fedgraft.report.run_record import describe_run
 from fedgraft.runs import checkpoint, environment
 from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.folder import RunFolder

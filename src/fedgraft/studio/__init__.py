@@ -1,0 +1,1 @@
+"""The studio: a local page on which people look at runs and federations, and start runs if they may."""

@@ -1,0 +1,182 @@
+// One run: its result, live curves, clients, classes, holdings, layers, matrices over rounds, log, figures, config.
+import { make, shape } from "./charts.js";
+import { address, boot, get, post } from "./api.js";
+import { badge, cards, grid, matrix, notice, sections } from "./sections.js";
+import { clock } from "./format.js";
+
+const TABS = [
+  ["overview", "Overview"], ["clients", "Clients"], ["classes", "Classes"], ["holdings", "Who holds what"], ["layers", "Layers"],
+  ["similarity", "Similarity"], ["log", "Log"], ["figures", "Figures"], ["config", "Config"],
+];
+
+export async function show(place, { query, live, go }) {
+  const name = query.get("run");
+  let view = await get("run", { run: name });
+  const drawn = new Map();
+  const top = make("div", { class: "title" }, place);
+  make("h1", {}, top, view.name);
+  const state = make("span", {}, top);
+  const buttons = make("div", { class: "bar" }, top);
+  make("p", { class: "note" }, place, view.about);
+  const messages = make("div", {}, place), summary = make("div", {}, place);
+  const tabs = make("div", { class: "tabs", role: "tablist", "aria-label": "Views of the run" }, place);
+  const panel = make("div", { role: "tabpanel", tabindex: "0", id: "panel" }, place);
+
+  make("a", { class: "button", href: address("report", { run: name }), download: `${name.split("/").pop()}.html` }, buttons, "Offline page");
+  if (boot.actions) actionButtons(buttons, name, () => view, messages);
+
+  const present = () => TABS.filter(([key]) => key === "log" || view.sections.some(s => s.tab === key) || (key === "similarity" && view.matrices.length));
+  let tab = query.get("tab") || "overview";
+
+  function head() {
+    state.replaceChildren();
+    badge(state, view.status);
+    summary.replaceChildren();
+    if (view.reason) notice(summary, view.reason);
+    if (view.status === "running" && view.total) {
+      const bar = make("div", { class: "progress", role: "progressbar", "aria-valuemin": 0, "aria-valuemax": view.total, "aria-valuenow": view.round || 0, "aria-label": "rounds" }, summary);
+      make("div", {}, bar).style.width = `${100 * (view.round || 0) / view.total}%`;
+      make("p", { class: "note" }, summary, `round ${view.round ?? 0} of ${view.total}${view.left ? `, about ${clock(view.left)} left` : ""}`);
+      for (const phase of view.phases) make("p", { class: "note" }, summary, `now: ${phase}`);
+    }
+    cards(view.cards, summary, view.result);
+  }
+
+  function tabList() {
+    tabs.replaceChildren();
+    const names = present();
+    if (!names.some(([key]) => key === tab)) tab = "overview";
+    for (const [key, label] of names) {
+      const button = make("button", { type: "button", role: "tab", id: `tab-${key}`, "aria-selected": String(key === tab), "aria-controls": "panel", tabindex: key === tab ? 0 : -1 }, tabs, label);
+      button.addEventListener("click", () => choose(key));
+      button.addEventListener("keydown", event => {
+        const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+        if (!move) return;
+        const next = names[(names.findIndex(([k]) => k === key) + move + names.length) % names.length][0];
+        choose(next);
+        tabs.querySelector(`#tab-${next}`).focus();
+      });
+    }
+  }
+
+  function choose(key) {
+    tab = key;
+    history.replaceState(null, "", `#/run?run=${encodeURIComponent(name)}&tab=${key}`);
+    tabList();
+    body();
+  }
+
+  async function body() {
+    drawn.clear();
+    panel.replaceChildren();
+    if (tab === "log") { await log(panel, name, view); return; }
+    if (tab === "similarity" && view.matrices.length) slider(panel, name, view.matrices);
+    sections(view.sections.filter(s => s.tab === tab), panel, { run: name, drawn, open: tab === "config" });
+  }
+
+  // A run that goes on is fetched again at most so often that it takes a hundredth of the time.
+  let waiting = false, last = 0, took = 0;
+  async function refresh() {
+    if (waiting) return;
+    waiting = true;
+    await new Promise(resolve => setTimeout(resolve, Math.max(0, last + Math.max(900, 100 * took) - performance.now())));
+    const began = performance.now(), before = shapeOf(view);
+    try { view = await get("run", { run: name }); } catch (error) { messages.replaceChildren(); notice(messages, error.message); }
+    waiting = false;
+    if (!place.isConnected) return;
+    head();
+    if (before !== shapeOf(view)) { tabList(); await body(); }
+    else for (const section of view.sections) for (const part of section.parts) if (part.kind === "charts") for (const spec of part.charts) drawn.get(spec.title)?.(spec);
+    if (tab === "log") await body();
+    took = performance.now() - began;
+    last = performance.now();
+  }
+  // What a refresh cannot change in place: which charts and tables there are, and the tables of the open tab.
+  const shapeOf = v => JSON.stringify(v.sections.map(s => [s.title, s.tab === tab ? s.parts.map(p => (p.kind === "charts" ? p.charts.map(c => c.title) : p)) : 0]));
+
+  head();
+  tabList();
+  await body();
+  live(changed => { if (!changed || changed.includes(name)) refresh(); });
+}
+
+async function log(place, name, view) {
+  const data = await get("log", { run: name });
+  sections(view.sections.filter(s => s.tab === "log"), place, { run: name });
+  if (data.rounds) {
+    const part = make("section", {}, place);
+    make("h2", {}, part, "Rounds, the newest first");
+    make("p", { class: "note" }, part, "Attested updates, protection and model are from the run's round log; fedgraft verify checks its signatures.");
+    grid(data.rounds, part);
+    if (data.rounds.rows.length === 200) more(part, name, data.rounds);
+  }
+  const part = make("section", {}, place);
+  make("h2", {}, part, "Log");
+  const text = make("pre", { class: "log", tabindex: "0" }, part, data.log || "(empty)");
+  text.scrollTop = text.scrollHeight;
+}
+
+function more(place, name, rounds) {
+  const button = make("button", { type: "button" }, place, "Earlier rounds");
+  button.addEventListener("click", async () => {
+    const before = rounds.rows[rounds.rows.length - 1][0];
+    const next = await get("log", { run: name, before });
+    button.remove();
+    if (!next.rounds) return;
+    grid(next.rounds, place);
+    if (next.rounds.rows.length === 200) more(place, name, next.rounds);
+  });
+}
+
+// The similarity of clients over rounds: a slider over the rounds whose matrix the run stored.
+function slider(place, name, rounds) {
+  const part = make("section", {}, place);
+  make("h2", {}, part, "Mixing weights between clients, over rounds");
+  const bar = make("div", { class: "bar" }, part);
+  const label = make("label", { for: "round" }, bar, "round");
+  const input = make("input", { type: "range", id: "round", min: 0, max: rounds.length - 1, value: rounds.length - 1, step: 1, "aria-label": "round" }, bar);
+  const value = make("output", { for: "round" }, bar);
+  const box = make("div", { id: "matrix" }, part);
+  label.hidden = rounds.length < 2;
+  let wanted = 0;
+  async function draw() {
+    const number = rounds[+input.value], mine = ++wanted;
+    value.textContent = `round ${number}`;
+    input.setAttribute("aria-valuetext", `round ${number}`);
+    const data = await get("matrix", { run: name, round: number });
+    if (mine !== wanted) return;
+    box.replaceChildren();
+    heat(box, data);
+  }
+  input.addEventListener("input", draw);
+  input.hidden = rounds.length < 2;
+  draw();
+}
+
+function heat(place, data) {
+  const size = data.values.length, names = data.values.map((_, i) => data.names[i] || String(i));
+  if (size <= 30) { matrix({ rows: names, columns: names, values: data.values, corner: "client" }, place); return; }
+  const svg = shape("svg", { viewBox: `0 0 ${size} ${size}`, class: "tall", role: "img", "aria-label": `matrix of round ${data.round}`, "shape-rendering": "crispEdges", width: "100%" }, make("figure", { class: "chart" }, place));
+  let largest = 0;
+  for (const row of data.values) for (const v of row) if (v > largest) largest = v;
+  data.values.forEach((row, r) => row.forEach((v, c) => {
+    if (v) shape("title", {}, shape("rect", { x: c, y: r, width: 1, height: 1, fill: "var(--c0)", opacity: Math.sqrt(v / (largest || 1)).toFixed(2) }, svg), `${names[r]}, ${names[c]}: ${v.toFixed(3)}`);
+  }));
+}
+
+function actionButtons(place, name, view, messages) {
+  const act = (label, path, when, danger) => {
+    const button = make("button", { type: "button", ...(danger ? { class: "danger" } : {}) }, place, label);
+    button.addEventListener("click", async () => {
+      messages.replaceChildren();
+      if (!when(view().status)) { notice(messages, `the run is ${view().status}`); return; }
+      button.disabled = true;
+      try { make("p", { class: "note", role: "status" }, messages, `${(await post(path, { run: name })).title}: started`); }
+      catch (error) { notice(messages, error.message); }
+      button.disabled = false;
+    });
+  };
+  act("Stop", "stop", status => status === "running", true);
+  act("Resume", "resume", status => status !== "running" && status !== "finished");
+  act("Evaluate", "evaluate", status => status === "finished");
+}

@@ -1,0 +1,31 @@
+"""What a studio shows of a folder: runs, a federation, the questions of a reproduction; whatever there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedgraft.studio.actions import Actions
+from fedgraft.studio.library import RunLibrary
+from fedgraft.studio.questions import Questions
+from fedgraft.studio.server import Studio
+
+
+def studio_of(folder: Path, allow_actions: bool = False, cache: Path | None = None) -> Studio:
+    """Return the studio of a folder of runs, of one run, or of a federation; `cache` is where its index is kept."""
+    root = folder.resolve()
+    actions = None
+    if allow_actions:
+        actions = Actions(root)
+    federation = None
+    if (root / "federation.toml").is_file():
+        from fedgraft.deploy.folder import open_federation
+        from fedgraft.studio.federation import FederationView
+
+        federation = FederationView(open_federation(root)).state
+    questions = Questions(root)
+    return Studio(
+        library=RunLibrary(root, cache),
+        actions=actions,
+        federation=federation,
+        questions=questions,
+    )
