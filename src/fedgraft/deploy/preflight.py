@@ -25,6 +25,7 @@ from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, as_bytes
 from fedgraft.core.store import write_text
+from fedgraft.data.pixels.dicom import MODALITIES, WINDOWS
 from fedgraft.data.sources import Dataset
 from fedgraft.data.sources.class_map import renamed
 from fedgraft.deploy.deployed import load_own, parse_config
@@ -250,6 +251,8 @@ _FACT_TYPES: dict[str, Any] = {
     "height": [int],
     "channels": {str: int},
     "bits": {str: int},
+    "modalities": {str: int},
+    "windows": {str: int},
     "intensity": [float],
     "colours": [float],
     "contrast": float,
@@ -292,6 +295,8 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} must have {length} values")
     if 0 in (*facts["width"], *facts["height"]):
         raise ValueError("an image has no pixels")
+    if set(facts["modalities"]) - MODALITIES - {"other"} or set(facts["windows"]) - WINDOWS:
+        raise ValueError("unknown modalities or windows")
     if set(facts["faults"]) - set(FAULTS):
         raise ValueError("unknown faults")
 

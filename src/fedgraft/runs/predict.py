@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,8 @@ from fedgraft.core.label_sets import are_label_sets
 from fedgraft.core.protocols import Examples
 from fedgraft.data.examples import examples_of
 from fedgraft.data.labelled import Labelled
-from fedgraft.data.pixels.rule import Unreadable
+from fedgraft.data.pixels.rule import Slice, Source, Unreadable
+from fedgraft.data.pixels.scans import Frames, chosen_frames, is_scan, may_be_scan, scan_facts
 from fedgraft.data.pixels.transforms import Transform, rule_for
 from fedgraft.data.sources import Dataset, open_path
 from fedgraft.data.sources.assemble import without_unreadable
@@ -109,23 +112,41 @@ class Predictor:
     transform: Transform
     thresholds: Mapping[str, float] = field(default_factory=dict)
     """Of label sets: the probability above which a finding is said; one half for those that are missing."""
+    frames: Frames = "first"
+    """Which frames of a scan are images, as in training."""
 
     def __call__(self, images: Iterable[str | Path]) -> list[Prediction]:
         """Return a prediction for each image, in order; one that cannot be read has an error instead."""
         predictions: list[Prediction] = []
         batch: list[tuple[str, np.ndarray]] = []
-        for image in images:
+        for name, source in self._sources(images):
             try:
-                batch.append((str(image), self.transform.rule.read(Path(image))))
+                batch.append((name, self.transform.rule.read(source)))
             except (Unreadable, OSError) as error:
                 predictions += self._predict(batch)
                 batch = []
                 reason = getattr(error, "reason", error)
-                predictions.append(Prediction(str(image), error=str(reason)))
+                predictions.append(Prediction(name, error=str(reason)))
             if len(batch) == BATCH:
                 predictions += self._predict(batch)
                 batch = []
         return predictions + self._predict(batch)
+
+    def _sources(self, images: Iterable[str | Path]) -> Iterator[tuple[str, Source]]:
+        """Yield the name and the source of each image; of a scan those frames that are images."""
+        for image in images:
+            path = Path(image)
+            if self.frames == "first" or not is_scan(path):
+                yield str(image), path
+                continue
+            numbers = [0]
+            with suppress(Unreadable, OSError):  # reading the first frame will say why
+                numbers = chosen_frames(scan_facts(path).frames, self.frames)
+            for number in numbers:
+                name = str(image)
+                if number:
+                    name = f"{image}, frame {number}"
+                yield name, Slice(path, number)
 
     def _predict(self, batch: Sequence[tuple[str, np.ndarray]]) -> list[Prediction]:
         """Return the predictions for a batch of decoded images."""
@@ -185,7 +206,10 @@ class Predictor:
             dataset = data
         else:
             name = str(data)
-            dataset = open_path(data, test_share=0.0)
+            options: dict[str, Any] = {"test_share": 0.0, "frames": self.frames}
+            if self.network.label_sets:
+                options["findings"] = tuple(self.classes)
+            dataset = open_path(data, **options)
         labelled = dataset.test if len(dataset.test) else dataset.train
         if (labelled.findings is not None) != self.network.label_sets:
             raise FedgraftError(
@@ -225,7 +249,8 @@ def predictor(source: Path | str) -> Predictor:
     if (folder / "run.json").is_file():
         run = adapted(folder, data=False)
         thresholds = RunFolder.open(folder).summary().get("thresholds") or {}
-        return Predictor(run.network, run.classes, run.setup.task.transform, thresholds)
+        frames = (run.setup.config.data.model_extra or {}).get("frames", "first")
+        return Predictor(run.network, run.classes, run.setup.task.transform, thresholds, frames)
     if (folder / "adapter_config.json").is_file():
         raise FedgraftError(
             "E-RUN-PREDICT-ADAPTER",
@@ -293,7 +318,10 @@ def _images_in(folder: Path) -> list[Path]:
     from PIL import Image
 
     endings = set(Image.registered_extensions())
-    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings and path.is_file())
+    images = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and (path.suffix.lower() in endings or may_be_scan(str(path))):
+            images.append(path)
     if not images:
         raise FedgraftError("E-RUN-PREDICT-EMPTY", f"the folder {folder} holds no images", path=str(folder))
     return images
