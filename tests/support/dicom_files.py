@@ -209,6 +209,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "a JPEG 2000 without an image": lambda: _compressed(JPEG_2000, _jpeg_2000(16, 16)),
     "no JPEG": lambda: _compressed(JPEG, b"\x7fELF" * 20),
     "an RLE bomb": lambda: _compressed(RLE, _rle(64, 128, content=b"\x81\0" * (1 << 20))),
+    "RLE that runs over": lambda: _compressed(RLE, _rle(64, 68, content=b"\x81\0\x7f\0" + b"\x81\0" * 5)),
     "damaged RLE": lambda: _compressed(RLE, _rle(1 << 31, 5)),
     "fragments beyond the end": lambda: _file(_HEADER + _endless_fragment(), JPEG),
     "no fragments": lambda: _compressed(JPEG),

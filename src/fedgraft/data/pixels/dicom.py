@@ -1,4 +1,4 @@
-"""DICOM images: from a frame of a file to grey or colour of 8 bits, by pydicom and its decoders (extra `medical`).
+"""DICOM images: from a frame of a file to grey or colour of 8 bits, by pydicom and imagecodecs (extra `medical`).
 
 In this order: one frame is cut out of the file and decoded, the modality transformation (rescale slope and intercept,
 or a table) gives physical values, a window maps them to 0..255 (`grey_window` if there is one, else the file's own VOI
@@ -22,13 +22,13 @@ import numpy as np
 
 from fedgraft.core.errors import MissingExtra
 from fedgraft.data.pixels.codestream import declared_size
+from fedgraft.data.pixels.dicom_decoders import COMPRESSED, RLE, decoder_of
 from fedgraft.data.pixels.dicom_elements import NATIVE, Elements, find_elements
 from fedgraft.data.pixels.rule import Unreadable, Window, window_grey
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_RLE = "1.2.840.10008.1.2.5"
 _MOST_FRAMES = 100_000
 _GREY = ("MONOCHROME1", "MONOCHROME2")
 _COLOUR = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
@@ -264,19 +264,10 @@ def _check_header(header: _Header, max_pixels: int) -> None:
 
 def _decode_frame(header: _Header, frame: int) -> tuple[np.ndarray, str]:
     """Return the values of one frame, (H, W) or (H, W, 3), and their photometric interpretation."""
-    from pydicom.pixels import get_decoder
     from pydicom.uid import UID
 
     syntax = UID(header.elements.syntax)
-    try:
-        decoder = get_decoder(syntax)
-    except NotImplementedError:
-        name = "unknown"
-        if syntax.is_transfer_syntax:
-            name = syntax.name
-        raise Unreadable(f"its transfer syntax ({name}) is not read") from None
-    if not decoder.is_available:
-        raise Unreadable(f"its transfer syntax ({syntax.name}) needs all packages of the extra 'medical'")
+    decoder = _decoder(syntax)
     encoded = _encoded_frame(header, frame)
     options: dict[str, Any] = {
         "rows": header.rows,
@@ -293,15 +284,34 @@ def _decode_frame(header: _Header, frame: int) -> tuple[np.ndarray, str]:
         options["planar_configuration"] = header.planar
     if header.elements.words:
         options["pixel_vr"] = "OW"
-    values = None
-    with suppress(Exception):  # each plugin raises errors of its own
-        values, described = decoder.as_array(encoded, index=0, raw=False, **options)
-    if values is None:
+    decoded = None
+    with suppress(Exception):  # what a damaged frame makes a decoder raise
+        decoded = decoder.as_array(encoded, index=0, raw=False, **options)
+    if decoded is None:
         raise Unreadable(f"its pixels ({syntax.name}) cannot be decoded")
+    values, described = decoded
     if values.shape[:2] != (header.rows, header.columns):
         raise Unreadable("its decoded pixels have another size than it declares")
     photometric = str(described["photometric_interpretation"])
     return values.astype(values.dtype.newbyteorder("="), copy=False), photometric
+
+
+def _decoder(syntax: Any) -> Any:
+    """Return the decoder of a transfer syntax (pydicom's UID); refuse one that is not read by its name."""
+    from pydicom.pixels import get_decoder
+
+    if str(syntax) in NATIVE:
+        return get_decoder(syntax)
+    if str(syntax) not in COMPRESSED:
+        name = "unknown"
+        if syntax.is_transfer_syntax:
+            name = syntax.name
+        raise Unreadable(f"its transfer syntax ({name}) is not read")
+    try:
+        import imagecodecs  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("imagecodecs", "medical", "reading compressed DICOM files") from error
+    return decoder_of(str(syntax))
 
 
 def _encoded_frame(header: _Header, frame: int) -> bytes:
@@ -312,7 +322,7 @@ def _encoded_frame(header: _Header, frame: int) -> bytes:
 
     limit = 2 * header.frame_bytes + (1 << 16)
     fragment = _compressed_frame(header, frame, limit)
-    if header.elements.syntax != _RLE:
+    if header.elements.syntax != RLE:
         size = declared_size(fragment)
         if size != (header.rows, header.columns, header.samples):
             raise Unreadable("its compressed image has another size than its tags say")
