@@ -1,4 +1,4 @@
-"""Decoders of compressed DICOM frames, by imagecodecs: one library for every compressed syntax that is read.
+"""Decoders of compressed DICOM frames, by imagecodecs (JPEG and its kin) and here (run-length encoding).
 
 pydicom's own plugins use libraries of which one ends the process on a damaged JPEG and another "panics" on damaged
 run-length encoding; pydicom asks this module instead, and does itself what follows: colours, signs, unused bits.
@@ -42,11 +42,14 @@ def decode_frame(source: bytes, runner: Any) -> bytes:
     """Return the values of one compressed frame as pydicom wants them; sets the options of its `runner` accordingly."""
     import imagecodecs
 
+    values: Any
+
     syntax = str(runner.transfer_syntax)
     if syntax == RLE:
-        values = imagecodecs.dicomrle_decode(source, np.dtype(f"<u{runner.bits_allocated // 8}"))
         runner.set_option("planar_configuration", 1)
-        return np.asarray(values).tobytes()
+        return _decode_run_lengths(
+            source, runner.rows * runner.columns, runner.samples_per_pixel, runner.bits_allocated
+        )
     if syntax in JPEG_2000:
         values = imagecodecs.jpeg2k_decode(source)
         if runner.photometric_interpretation in ("YBR_ICT", "YBR_RCT"):
@@ -61,3 +64,41 @@ def decode_frame(source: bytes, runner: Any) -> bytes:
     if runner.samples_per_pixel > 1:
         runner.set_option("planar_configuration", 0)
     return np.ascontiguousarray(values).tobytes()
+
+
+def _decode_run_lengths(source: bytes, pixels: int, samples: int, bits: int) -> bytes:
+    """Return little-endian values, colour by colour, of a frame in run-length encoding (PS3.5, annex G).
+
+    A header of 64 bytes says where segments begin: one for each byte of each colour, the highest first. In Python,
+    because the libraries at hand read beyond the end of a damaged frame.
+    """
+    width = bits // 8
+    header = np.frombuffer(source[:64], "<u4")
+    count = int(header[0])
+    if count != samples * width:
+        raise ValueError("another number of segments than the tags say")
+    ends = [*header[2 : count + 1].tolist(), len(source)]
+    values = np.zeros((samples, pixels, width), dtype=np.uint8)
+    for segment, (start, end) in enumerate(zip(header[1 : count + 1].tolist(), ends, strict=True)):
+        colour, place = divmod(segment, width)
+        values[colour, :, width - 1 - place] = _unpack(source[start:end], pixels)
+    return values.tobytes()
+
+
+def _unpack(segment: bytes, length: int) -> np.ndarray:
+    """Return the bytes of one segment, uint8 (length,); raise where there are fewer."""
+    unpacked = bytearray()
+    place = 0
+    while place + 1 < len(segment) and len(unpacked) < length:
+        control = segment[place]
+        if control < 128:  # so many bytes and one as they are
+            unpacked += segment[place + 1 : place + 2 + control]
+            place += control + 2
+        elif control > 128:  # one byte repeated
+            unpacked += segment[place + 1 : place + 2] * (257 - control)
+            place += 2
+        else:
+            place += 1
+    if len(unpacked) < length:
+        raise ValueError("a segment is too short")
+    return np.frombuffer(unpacked, np.uint8)[:length]
