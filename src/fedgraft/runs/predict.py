@@ -24,7 +24,7 @@ from fedgraft.data.pixels.rule import Slice, Source, Unreadable
 from fedgraft.data.pixels.scans import Frames, chosen_frames, is_scan, may_be_scan, scan_facts
 from fedgraft.data.pixels.transforms import Transform, rule_for
 from fedgraft.data.sources import Dataset, open_path
-from fedgraft.data.sources.assemble import without_unreadable
+from fedgraft.data.sources.assemble import Store, without_unreadable
 from fedgraft.local.features import evaluate_batch
 from fedgraft.metrics import scores
 from fedgraft.metrics.label_scores import count_label_scores
@@ -201,6 +201,25 @@ class Predictor:
 
         Data with a class that this model does not know is refused; images that cannot be read are left out and listed.
         """
+        labelled = self.labelled_images(data)
+        if self.network.label_sets:
+            named = labelled.named(self.classes)
+            skipped_images = _left_out(data)
+            readable = without_unreadable(named, skipped_images, self.transform.rule)
+            return self.measure(examples_of(readable, self.transform), skipped_images)
+        outputs = {class_name: output for output, class_name in enumerate(self.classes)}
+        self._check_classes(labelled, "the data" if isinstance(data, Dataset) else str(data))
+        skipped = _left_out(data)
+        examples = examples_of(without_unreadable(labelled, skipped, self.transform.rule), self.transform)
+        output_of_label = torch.tensor([outputs.get(class_name, -1) for class_name in labelled.classes])
+        examples.labels = output_of_label[examples.labels]
+        return self.measure(examples, skipped)
+
+    def labelled_images(self, data: Dataset | str | Path) -> Store:
+        """Return the labelled images of a data set or a path: those of `test` where it has such a part, else all.
+
+        Labels of another kind than this model's are refused.
+        """
         name = "the data"
         if isinstance(data, Dataset):
             dataset = data
@@ -217,18 +236,7 @@ class Predictor:
                 f"{name} and the model differ: one has sets of findings, the other one class per image",
                 "evaluate on data with labels of the model's kind",
             )
-        if self.network.label_sets:
-            named = labelled.named(self.classes)
-            skipped_images: list[tuple[str, str]] = list(dataset.skipped)
-            readable = without_unreadable(named, skipped_images, self.transform.rule)
-            return self.measure(examples_of(readable, self.transform), skipped_images)
-        outputs = {class_name: output for output, class_name in enumerate(self.classes)}
-        self._check_classes(labelled, name)
-        skipped: list[tuple[str, str]] = list(dataset.skipped)
-        examples = examples_of(without_unreadable(labelled, skipped, self.transform.rule), self.transform)
-        output_of_label = torch.tensor([outputs.get(class_name, -1) for class_name in labelled.classes])
-        examples.labels = output_of_label[examples.labels]
-        return self.measure(examples, skipped)
+        return labelled
 
     def _check_classes(self, labelled: Labelled, name: str) -> None:
         """Raise if images have a class that the model does not know; `name` is that of the data, for the error."""
@@ -241,6 +249,13 @@ class Predictor:
                 f"{', '.join(self.classes)[:200]}",
                 label=unknown[0],
             )
+
+
+def _left_out(data: Dataset | str | Path) -> list[tuple[str, str]]:
+    """Return place and reason of each image that a data set left out already."""
+    if isinstance(data, Dataset):
+        return list(data.skipped)
+    return []
 
 
 def predictor(source: Path | str) -> Predictor:
