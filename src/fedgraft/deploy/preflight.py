@@ -131,7 +131,7 @@ def _node_images(config: Config, worker_request: WorkerRequest) -> tuple[Dataset
     """Return the node's dataset with its training and test rows: all of its own data, or its part of the config's."""
     client = worker_request.client
     if worker_request.data:
-        data = renamed(load_own(worker_request.source, worker_request.data), config.data.class_map)
+        data = renamed(load_own(worker_request.source, worker_request.data, config), config.data.class_map)
         return data, [range(len(data.train.labels)), range(len(data.test.labels))]
     federated = federate(config)
     return federated.dataset, [federated.rows(client).numpy(), federated.test_rows(client).numpy()]

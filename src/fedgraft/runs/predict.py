@@ -251,6 +251,21 @@ class Predictor:
             )
 
 
+def _thresholds_of(summary: Mapping[str, Any], site: str) -> dict[str, float]:
+    """Return the thresholds of a run's findings: the common ones, or those of a site; {} where there are none."""
+    if not site:
+        return dict(summary.get("thresholds") or {})
+    by_site = summary.get("thresholds_by_site") or {}
+    if site not in by_site:
+        raise FedgraftError(
+            "E-RUN-SITE-THRESHOLDS",
+            f"the run has no thresholds of a site {site!r}",
+            f"it has those of: {', '.join(by_site) or 'no site'}",
+            site=site,
+        )
+    return dict(by_site[site])
+
+
 def _left_out(data: Dataset | str | Path) -> list[tuple[str, str]]:
     """Return place and reason of each image that a data set left out already."""
     if isinstance(data, Dataset):
@@ -258,12 +273,19 @@ def _left_out(data: Dataset | str | Path) -> list[tuple[str, str]]:
     return []
 
 
-def predictor(source: Path | str) -> Predictor:
-    """Return the predictor of a run folder, or of a folder that `transformers` loads."""
+def predictor(source: Path | str, site: str = "") -> Predictor:
+    """Return the predictor of a run folder, or of a folder that `transformers` loads.
+
+    `site` names the site whose own thresholds of findings are used; empty: those that are common to all sites.
+    """
     folder = Path(source)
+    if site and not (folder / "run.json").is_file():
+        raise FedgraftError(
+            "E-RUN-SITE-THRESHOLDS", f"{folder} has no thresholds of single sites", "name a run's folder", site=site
+        )
     if (folder / "run.json").is_file():
         run = adapted(folder, data=False)
-        thresholds = RunFolder.open(folder).summary().get("thresholds") or {}
+        thresholds = _thresholds_of(RunFolder.open(folder).summary(), site)
         frames = (run.setup.config.data.model_extra or {}).get("frames", "first")
         return Predictor(run.network, run.classes, run.setup.task.transform, thresholds, frames)
     if (folder / "adapter_config.json").is_file():

@@ -142,6 +142,8 @@ def kind_of(place: Path) -> str:
         return "parquet"
     if any((place / name).is_file() for name in SAVED_FILES):
         return "datasets"
+    if (place / "labels.csv").is_file():
+        return "table"
     if (place / "train").is_dir() or _has_images(place, "*/*"):
         return "folder"
     if _has_images(place, "*/*/*") or _has_images(place, "*/train/*/*"):
