@@ -14,9 +14,9 @@ app = typer.Typer(
     no_args_is_help=True,
     help=(
         "Run on other people's machines, over TLS, with Flower. The coordinator uses init, register, server, "
-        "preflight, submit, status, evaluate, stop, revoke, renew; a data owner uses key, policy, trust, node, audit, "
-        "ledger, clean. `slurm`, `compose`, `k8s` write files that start a node. `local` does all of it on this "
-        "machine; `app` writes an app for somebody else's Flower federation. "
+        "preflight, submit, status, evaluate, compare, stop, revoke, renew; a data owner uses key, policy, trust, "
+        "node, audit, ledger, clean. `slurm`, `compose`, `k8s` write files that start a node. `local` does all of it "
+        "on this machine; `app` writes an app for somebody else's Flower federation. "
         "See docs/deploy.md."
     ),
 )
@@ -30,6 +30,7 @@ for _command in (
     coordinator.submit,
     coordinator.status,
     queries.evaluate,
+    queries.compare,
     coordinator.stop,
     node.local,
     coordinator.app,

@@ -1,4 +1,4 @@
-"""`fedgraft deploy` queries to all nodes without training: preflight and evaluate."""
+"""`fedgraft deploy` queries to all nodes without training: preflight, evaluate and compare."""
 
 from __future__ import annotations
 
@@ -109,3 +109,47 @@ def evaluate(
     for line in lines:
         typer.echo(line)
     typer.echo(f"written: {plan.folder / 'evaluation.json'}")
+
+
+def compare(
+    fed: Fed,
+    first: Annotated[Path, typer.Argument(metavar="MODEL", help="a run folder, or a folder of `fedgraft export`")],
+    second: Annotated[Path, typer.Argument(metavar="OTHER", help="the model that it is compared with")],
+    wait: Wait = 30.0,
+) -> None:
+    """Coordinator: compare two models on every node's own test images by DeLong's and McNemar's tests, from sums."""
+    from fedgraft.config.load import to_toml
+    from fedgraft.core.errors import FedgraftError
+    from fedgraft.deploy.compare import RESULT_FILE
+    from fedgraft.deploy.coordinator import run_task
+    from fedgraft.deploy.evaluate import config_for_any_model
+    from fedgraft.deploy.folder import open_federation
+    from fedgraft.report.paired import comparison_tables
+    from fedgraft.runs.predict import predictor
+
+    federation = open_federation(fed)
+    for model in (first, second):
+        predictor(model)  # refuses what is no model, before any node is asked
+    config = config_for_any_model(federation.config)
+    folder = federation.path / "comparisons" / f"{first.resolve().name}-{second.resolve().name}"
+    typer.echo(f"config of the request: {config.fingerprint}")
+    typer.echo("a node with a policy answers if it agrees to this config and allows the action comparison")
+    models = {"model": str(first.absolute()), "other": str(second.absolute())}
+    with phase("nodes compare the models"):
+        run_task(federation, folder, wait, task="evaluate", config=to_toml(config), **models)
+    result = json.loads((folder / RESULT_FILE).read_text())
+    for number, reason in result["refused"].items():
+        typer.echo(f"{federation.names[int(number)]} did not answer: {reason}", err=True)
+    if not result["pooled"]:
+        raise FedgraftError(
+            "E-CLI-NO-ANSWER",
+            "no node answered the request to compare the models",
+            "ask the owners to allow the action 'comparison' and this config",
+        )
+    sites = {federation.names[int(number)]: tests for number, tests in result["clients"].items()}
+    sites["all sites"] = result["pooled"]
+    lines = comparison_tables(result["models"], sites)
+    (folder / "comparison.md").write_text("\n".join(lines) + "\n")
+    for line in lines:
+        typer.echo(line)
+    typer.echo(f"written: {folder / RESULT_FILE}")

@@ -20,7 +20,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 DEPLOY: Mapping[str, tuple[str, ...]] = {
     "Rehearse": ("local",),
-    "Coordinator": ("init", "register", "server", "preflight", "submit", "status", "evaluate", "stop"),
+    "Coordinator": ("init", "register", "server", "preflight", "submit", "status", "evaluate", "compare", "stop"),
     "Data owner": ("key", "policy", "trust", "node", "audit", "ledger", "clean"),
     "Keys and certificates": ("fingerprint", "revoke", "renew"),
 }
@@ -33,7 +33,7 @@ EXAMPLES: Mapping[str, str] = {
     "centralized": "fedgraft centralized mine.toml centralized.kind=finetune",
     "list": "fedgraft list --json",
     "show": "fedgraft show runs/mine-1a2b3c4d",
-    "compare": "fedgraft compare runs/mine-* -o comparison --format png,pdf",
+    "compare": "fedgraft compare runs/mine-* -o comparison --format png,pdf; fedgraft compare runs/a runs/b --on xrays",
     "verify": "fedgraft verify runs/mine-1a2b3c4d",
     "selftest": "fedgraft selftest --device cuda --out found.json",
     "profile": "fedgraft profile runs/mine-1a2b3c4d",
@@ -71,6 +71,7 @@ EXAMPLES: Mapping[str, str] = {
     "--claim xrays",
     "deploy preflight": "fedgraft deploy preflight federation",
     "deploy evaluate": "fedgraft deploy evaluate federation runs/mine-1a2b3c4d",
+    "deploy compare": "fedgraft deploy compare federation runs/mine-1a2b3c4d runs/mine-5e6f7a8b",
     "deploy submit": "fedgraft deploy submit federation",
     "deploy status": "fedgraft deploy status federation",
     "deploy stop": "fedgraft deploy stop federation",

@@ -26,6 +26,7 @@ def predict(
     top: Annotated[int, typer.Option("--top", min=1, help="classes per image, most likely first")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="every score, as JSON")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="image, label, score, as CSV")] = False,
+    site: Annotated[str, typer.Option("--site", help="use the thresholds chosen on this site's images")] = "",
     device: DeviceName = None,
 ) -> None:
     """Label images with an adapted model, one line each.
@@ -38,7 +39,7 @@ def predict(
     from fedgraft.runs.predict import files_of, predictor
 
     files = files_of(images)
-    predictions = predictor(model)(files)
+    predictions = predictor(model, site)(files)
     if as_json:
         typer.echo(json.dumps([asdict(prediction) for prediction in predictions], indent=2))
     elif as_csv:

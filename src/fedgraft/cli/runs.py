@@ -71,9 +71,20 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="two or more run folders")],
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page")] = Path("comparison"),
     formats: Annotated[str, typer.Option("--format", help="also draw a figure: png, pdf, svg")] = "",
+    on: Annotated[
+        Path | None,
+        typer.Option("--on", help="labelled images on which two models are compared by DeLong's and McNemar's tests"),
+    ] = None,
 ) -> None:
-    """Compare runs: print a table, write a page with the curves, and draw a figure with --format."""
+    """Compare runs: print a table, write a page with the curves, and draw a figure with --format.
+
+    With --on two models (runs, or exported ones) are tested on the same images instead, by site where the data has one.
+    """
     import rich
+
+    if on is not None:
+        _compare_on_images(runs, on, out)
+        return
 
     from fedgraft.report import display
     from fedgraft.report.compare import compare_runs, figure_formats
@@ -82,3 +93,34 @@ def compare(
     display.print_runs(rich.get_console(), infos)
     for path in written:
         typer.echo(path)
+
+
+def _compare_on_images(models: list[Path], data: Path, out: Path) -> None:
+    """Print the paired tests of two models on labelled images; write them to paired.json and paired.md in `out`."""
+    from fedgraft.cli.console import import_runtime
+    from fedgraft.core.files import make_folder
+    from fedgraft.core.store import write_text
+
+    if len(models) != 2:
+        raise FedgraftError(
+            "E-CLI-TWO-MODELS",
+            f"a paired test needs two models, and {len(models)} are named",
+            "name two runs or exported models",
+            models=len(models),
+        )
+    import_runtime()
+    from fedgraft.report.paired import comparison_tables
+    from fedgraft.runs.compare_models import compare_on_data
+
+    make_folder(out, "--out")
+    comparison = compare_on_data(models[0], models[1], data)
+    plain = comparison.table()
+    sites = {**plain["sites"], "all images": plain["pooled"]}
+    lines = comparison_tables([model.name for model in models], sites)
+    write_text(out / "paired.json", json.dumps(plain, indent=2) + "\n")
+    write_text(out / "paired.md", "\n".join(lines) + "\n")
+    for line in lines:
+        typer.echo(line)
+    for place, reason in comparison.skipped:
+        typer.echo(f"left out: {place}: {reason}")
+    typer.echo(out / "paired.md")

@@ -19,7 +19,8 @@ class DataTable(Section):
         "digits",
         description="digits, cifar10, cifar100, folder, owners (a folder per owner), parquet, npz, datasets, table (a "
         "CSV file that names images), features, synthetic, or a registered name; its own options stand beside it "
-        "(image, label, site, group: column names; findings: columns of 0 and 1 where an image has several labels)",
+        "(image, label, site, group: column names; findings: columns of 0 and 1 where an image has several labels; "
+        "frames: first, middle or all of a scan)",
     )
     path: str | None = Field(None, description="file or folder with the data; else the usual places, then the Hub")
     validation: float = Field(0.1, ge=0, lt=1, description="share of the training images held out, stratified")
@@ -33,7 +34,9 @@ class DataTable(Section):
         "model", description="filter of the resizing; default: as the network was trained, else bicubic"
     )
     grey_window: tuple[float, float] | None = Field(
-        None, description="grey values of deep images (16 bits and more) shown black and white; default: 0 and 255"
+        None,
+        description="grey values of deep images (16 bits and more) shown black and white; default: 0 and 255, of scans "
+        "the window of the file",
     )
     unreadable: Literal["refuse", "skip"] | None = Field(
         None, description="images that cannot be read: refuse the data (the default), or skip them with a warning"

@@ -29,7 +29,8 @@ from fedgraft.consortium.site_faults import Finding, SiteFacts, findings
 from fedgraft.core.progress import counted
 from fedgraft.core.store import write_text
 from fedgraft.core.text import markdown_cell
-from fedgraft.data.pixels.rule import FORMATS, Source, Unreadable, Window, decode_image, open_original
+from fedgraft.data.pixels.rule import FORMATS, Slice, Source, Unreadable, Window, decode_image, open_original
+from fedgraft.data.pixels.scans import is_scan, scan_facts
 from fedgraft.data.pixels.store import ImageStore, cache_dir
 from fedgraft.data.sources.assemble import Dataset
 from fedgraft.report import figures
@@ -61,6 +62,12 @@ class ImageFacts:
     several_pages: bool
     digest: bytes
     """Digest of size and pixels."""
+    group: str = ""
+    """What rows are never separated by, such as a patient; empty: unknown."""
+    modality: str = ""
+    """Of a DICOM file; empty for other images."""
+    window: str = ""
+    """Where the window of a DICOM file or a volume comes from; empty for other images."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +115,17 @@ def site_facts(
     digests: Counter[bytes] = Counter()
     channels: Counter[str] = Counter()
     bits: Counter[str] = Counter()
+    modalities: Counter[str] = Counter()
+    windows: Counter[str] = Counter()
     widths = []
     heights = []
     for image in readable:
         digests[image.digest] += 1
         channels[str(image.channels)] += 1
         bits[str(image.bits)] += 1
+        if image.modality:
+            modalities[image.modality] += 1
+            windows[image.window] += 1
         width, height = image.size
         widths.append(width)
         heights.append(height)
@@ -138,6 +150,8 @@ def site_facts(
         "height": _range(heights),
         "channels": hide_small(channels),
         "bits": hide_small(bits),
+        "modalities": hide_small(modalities),
+        "windows": hide_small(windows),
         **_brightness(readable),
         "versions": _versions(),
         "disk_gb": round(shutil.disk_usage(_existing(cache_dir())).free / 1e9, 1),
@@ -169,7 +183,17 @@ def _fault_counts(readable: Sequence[ImageFacts], digests: Counter[bytes], other
     counts["contradictory"] = sum(len(names) > 1 for names in labels.values())
     counts["leaked"] = len(test_digests & train_digests)
     counts["other"] = other_files
+    counts["split_groups"] = _groups_in_both_parts(readable)
     return {fault: count for fault, count in counts.items() if count}
+
+
+def _groups_in_both_parts(readable: Sequence[ImageFacts]) -> int:
+    """Return the number of images whose group (their patient) has training and test images."""
+    parts: dict[str, set[bool]] = {}
+    for image in readable:
+        if image.group:
+            parts.setdefault(image.group, set()).add(image.test)
+    return sum(bool(image.group) and len(parts[image.group]) > 1 for image in readable)
 
 
 def _brightness(readable: Sequence[ImageFacts]) -> dict[str, Any]:
@@ -217,29 +241,68 @@ def _inspect(
     `window` are the grey values of deep images that become black and white, `is_test` marks test images in the facts.
     """
     for row in counted("inspecting images", rows, unit="images"):
-        label = store.classes[int(store.labels[row])]
+        label = _label_of(store, row)
         source = _source(store, row)
         try:
-            raw = open_original(source)
             pixels = np.asarray(decode_image(source, window))
+            kind = _kind_of_scan(source) if is_scan(source) else _kind_of_picture(source)
         except Unreadable as error:
             yield UnreadableImage(label, is_test, _without_numbers(error.reason))
             continue
         grey = pixels.mean(2) / 255
+        height, width = grey.shape
+        content = repr((width, height)).encode() + pixels.tobytes()
+        group = ""
+        if store.groups is not None:
+            group = str(store.groups[row])
         yield ImageFacts(
             label=label,
             test=is_test,
-            size=raw.size,
-            channels=_CHANNELS.get(raw.mode, 1),
-            bits=_BITS.get(raw.mode, 8),
+            size=(width, height),
             mean=float(grey.mean()),
             std=float(grey.std()),
             colours=pixels.mean((0, 1)) / 255,
-            transparent=raw.mode in ("RGBA", "LA", "PA") or "transparency" in raw.info,
-            cmyk=raw.mode == "CMYK",
-            several_pages=_pages(source) > 1,
-            digest=hashlib.blake2b(repr(raw.size).encode() + pixels.tobytes(), digest_size=16).digest(),
+            digest=hashlib.blake2b(content, digest_size=16).digest(),
+            group=group,
+            **kind,
         )
+
+
+def _label_of(store: ImageStore, row: int) -> str:
+    """Return the class of a row, or its findings joined by "+"."""
+    if store.findings is None:
+        return store.classes[int(store.labels[row])]
+    present = []
+    for name, value in zip(store.classes, store.findings[row].tolist(), strict=True):
+        if value == 1:
+            present.append(name)
+    return "+".join(present) or "no finding"
+
+
+def _kind_of_picture(source: Source) -> dict[str, Any]:
+    """Return the fields of `ImageFacts` that say what kind of picture this is."""
+    raw = open_original(source)
+    return {
+        "channels": _CHANNELS.get(raw.mode, 1),
+        "bits": _BITS.get(raw.mode, 8),
+        "transparent": raw.mode in ("RGBA", "LA", "PA") or "transparency" in raw.info,
+        "cmyk": raw.mode == "CMYK",
+        "several_pages": _pages(source) > 1,
+    }
+
+
+def _kind_of_scan(source: Source) -> dict[str, Any]:
+    """Return the fields of `ImageFacts` that say what kind of scan this is; of no tag more than a code."""
+    facts = scan_facts(source)
+    return {
+        "channels": facts.channels,
+        "bits": facts.bits,
+        "transparent": False,
+        "cmyk": False,
+        "several_pages": facts.frames > 1 and not isinstance(source, Slice),
+        "modality": facts.modality,
+        "window": facts.window,
+    }
 
 
 def _source(store: ImageStore, row: int) -> Source:
@@ -369,12 +432,25 @@ def _image_table(sites: Sequence[SiteFacts]) -> list[str]:
             _range_text(facts["height"]),
             ", ".join(facts["channels"]),
             ", ".join(facts["bits"]),
+            ", ".join(facts["modalities"]),
+            ", ".join(facts["windows"]),
             " ± ".join(map(str, facts["intensity"])),
             facts["contrast"],
             f"{facts['disk_gb']} GB",
         ]
         rows.append(row)
-    header = ["site", "width", "height", "channels", "bits", "mean intensity", "contrast", "free disk"]
+    header = [
+        "site",
+        "width",
+        "height",
+        "channels",
+        "bits",
+        "modality",
+        "window",
+        "mean intensity",
+        "contrast",
+        "free disk",
+    ]
     return _table(header, rows)
 
 

@@ -57,12 +57,13 @@ def findings(
 FAULTS = {
     "contradictory": ("contradictory_labels", "{} have two different classes", True),
     "leaked": ("train_and_test", "{} are for training and for testing", True),
+    "split_groups": ("split_groups", "{} are of patients with training and with test images", True),
     "duplicates": ("duplicates", "{} are there more than once", False),
     "blank": ("blank", "{} have one single colour", False),
     "transparent": ("transparency", "{} have transparency, which is dropped", False),
     "cmyk": ("cmyk", "{} have the colours of a printer (CMYK), which are converted roughly", False),
     "pages": ("several_pictures", "{} hold several pictures each, of which the first is used", False),
-    "other": ("not_images", "{} are in a format that is not read, such as DICOM, and are left out", False),
+    "other": ("not_images", "{} are in a format that is not read, and are left out", False),
 }
 """Counts of faulty images: the name of the finding, its sentence, whether it is an error."""
 
@@ -91,9 +92,14 @@ def _at_site(facts: SiteFacts, size: int | None) -> Iterator[Finding]:
         kind, text, stops = FAULTS[name]
         yield Finding(kind, site, text.format(count_text(count)), stops)
     deep = [count for bits, count in facts["bits"].items() if int(bits) > 8]
-    if deep:
+    if deep and not facts["modalities"]:  # scans say themselves how their values are seen
         text = "have more than 8 bits and are clipped at 255 without a wider data.grey_window such as [0, 65535]"
         yield Finding("deep", site, f"{count_text(*deep)} {text}")
+    if "none" in facts["windows"] and facts["modalities"] and len(deep) > 0:
+        text = "say no window, and all values their bits can have are shown; data.grey_window says a narrower one"
+        yield Finding("no_window", site, f"{count_text(facts['windows']['none'])} {text}")
+    if len(facts["modalities"]) > 1:
+        yield Finding("modalities", site, f"its images are of several modalities: {', '.join(facts['modalities'])}")
     if size and facts["width"]:
         width = facts["width"][0]
         height = facts["height"][0]
@@ -157,6 +163,8 @@ def _between(sites: Sequence[SiteFacts]) -> Iterator[Finding]:
     with_images = [facts for facts in sites if facts["bits"]]
     yield from _unusual(with_images, "channels", "channels", "its images have {} channels and most sites' {}")
     yield from _unusual(with_images, "bits", "depth", "its images have {} bits and most sites' {}")
+    with_scans = [facts for facts in sites if facts["modalities"]]
+    yield from _unusual(with_scans, "modalities", "modality", "its images are of the modality {} and most sites' {}")
     yield from _outliers(with_images)
     for name in ("fedgraft", "torch", "transformers", "pillow"):
         versions = {facts["site"]: facts["versions"].get(name) for facts in sites}

@@ -43,6 +43,7 @@ federation = ""
 wait = ""
 task = ""
 model = ""
+other = ""
 metrics = ""
 """
 

@@ -19,10 +19,9 @@ from torch import Tensor
 from fedgraft.config.load import Config, validate
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
-from fedgraft.data.labelled import require_classes
 from fedgraft.data.partition import make_partition
 from fedgraft.data.partition.split import stratified_split
-from fedgraft.data.sources import Dataset, load_dataset, open_path
+from fedgraft.data.sources import Dataset, load_dataset, open_path, options_of
 from fedgraft.data.sources.class_map import check_names, odd_names, renamed
 from fedgraft.deploy import limits
 from fedgraft.runs.engines import Remote
@@ -64,11 +63,32 @@ class OwnData(FederatedData):
         return super().test_rows(0)
 
 
-def load_own(source: str, path: str) -> Dataset:
-    """Return the dataset at a path; without a source its format is detected from the path."""
+def load_own(source: str, path: str, config: Config) -> Dataset:
+    """Return the dataset at a path; without a source its format is detected from the path.
+
+    The config's own options of sources (`findings`, `frames`, names of columns) hold where the format has them. Raises
+    where the config names findings and the data has one class per image.
+    """
+    options = dict(config.data.model_extra or {})
     if source:
-        return load_dataset(source, path)
-    return open_path(path)
+        known = options_of(source)
+        if known is not None:
+            options = {name: value for name, value in options.items() if name in known}
+        dataset = load_dataset(source, path, **options)
+    else:
+        dataset = open_path(path, **options)
+    if (dataset.train.findings is not None) != has_findings(config):
+        raise FedgraftError(
+            "E-DEPLOY-OTHER-LABELS",
+            "the config and this data differ: one has sets of findings (data.findings), the other one class per image",
+            "use a table, parquet file or saved dataset with a column for each finding",
+        )
+    return dataset
+
+
+def has_findings(config: Config) -> bool:
+    """Return whether the images of a config have sets of findings."""
+    return bool((config.data.model_extra or {}).get("findings"))
 
 
 def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> OwnData:
@@ -76,14 +96,14 @@ def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> 
 
     `source` is the format of `path`, empty: detected; `classes` empty: the data's own.
     """
-    dataset = renamed(load_own(source, path), config.data.class_map)
-    require_classes(dataset.train, "a deployment")
+    dataset = renamed(load_own(source, path, config), config.data.class_map)
     classes = classes or config.data.class_names or ()
     if classes:
         dataset = Dataset(dataset.name, dataset.train.named(classes), dataset.test.named(classes))
     train_labels = np.asarray(dataset.train.labels)
     test_labels = np.asarray(dataset.test.labels)
-    train_rows, validation_rows = stratified_split(train_labels, config.data.validation, config.seed)
+    groups = dataset.train.groups
+    train_rows, validation_rows = stratified_split(train_labels, config.data.validation, config.seed, groups)
     partition = make_partition("iid", train_labels[train_rows], test_labels, 1, config.seed)
     return OwnData(dataset, train_rows, validation_rows, partition)
 
@@ -109,10 +129,10 @@ def remote_data(
     if server_data:
         if not source and config.data.source in _SOURCES_WITH_FORMAT:
             source = config.data.source
-        dataset = load_own(source, server_data)
-        require_classes(dataset.train, "a deployment")
+        dataset = load_own(source, server_data, config)
     else:
-        dataset = empty_dataset(config, classes or config.data.class_names or _reported_classes(facts))
+        names = classes or config.data.class_names or _reported_classes(facts)
+        dataset = empty_dataset(config, names, has_findings(config))
     _check_classes(dataset.classes, facts)
     sizes = {client: int(reported["examples"]) for client, reported in facts.items()}
     digests = tuple(str(facts[client]["data"]) for client in sorted(facts))

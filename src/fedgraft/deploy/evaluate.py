@@ -58,6 +58,11 @@ def plan_evaluation(config: Config, model: Path, folder: Path) -> EvaluationPlan
     if is_run_of(config, model):
         return EvaluationPlan(from_folder(model), model.absolute())
     predictor(model)  # refuses what is no model, before any node is asked
+    return EvaluationPlan(config_for_any_model(config), folder.absolute())
+
+
+def config_for_any_model(config: Config) -> Config:
+    """Return the federation's config with every weight trainable, under which nodes are sent whole models."""
     table = {}
     for section, value in config.table.items():
         if section not in _TRAINING_SECTIONS:
@@ -67,7 +72,7 @@ def plan_evaluation(config: Config, model: Path, folder: Path) -> EvaluationPlan
     model_table["head"] = "random"
     table["model"] = model_table
     table["trainable"] = {"kind": "everything"}
-    return EvaluationPlan(validate(table), folder.absolute())
+    return validate(table)
 
 
 def is_run_of(config: Config, model: Path) -> bool:
@@ -87,7 +92,7 @@ def evaluate_on_nodes(
     if is_run_of(config, Path(model)):
         setup, opened, state = _open_run_model(config, engine, Path(model))
     else:
-        setup, opened, state = _open_foreign_model(config, engine, predictor(model))
+        setup, opened, state = open_foreign_model(config, engine, predictor(model))
     engine.open(setup.federation.run, opened.message(not setup.task.data.rows_known))
     measure = Measure(setup, opened, engine, metric_names)
     responses, rejections = measure.evaluated(state)
@@ -141,7 +146,7 @@ def _open_run_model(config: Config, engine: Any, model: Path) -> tuple[RunSetup,
     return setup, opened, state
 
 
-def _open_foreign_model(config: Config, engine: Any, model: Predictor) -> tuple[RunSetup, OpenRun, ServerState]:
+def open_foreign_model(config: Config, engine: Any, model: Predictor) -> tuple[RunSetup, OpenRun, ServerState]:
     """Wait for the nodes and open all weights of any model as the edit space.
 
     A model of other classes or other preprocessing than the nodes' is refused.

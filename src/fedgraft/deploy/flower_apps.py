@@ -154,11 +154,13 @@ def _make_transport(grid: Any, settings: Mapping[str, str]) -> NodeTransport:
 def _run_query(
     task: str, config: Config, folder: Path, engine: FlowerEngine, settings: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Run a task without training: a preflight or an evaluation."""
-    from fedgraft.deploy import evaluate, preflight
+    """Run a task without training: a preflight, an evaluation, or a comparison of two models."""
+    from fedgraft.deploy import compare, evaluate, preflight
 
     if task == preflight.ACTION:
         return preflight.collect_preflight(config, folder, engine)
+    if settings.get("other"):
+        return compare.compare_on_nodes(config, folder, engine, settings.get("model", ""), settings["other"])
     metrics = [name for name in settings.get("metrics", "").split(",") if name]
     return evaluate.evaluate_on_nodes(config, folder, engine, settings.get("model", ""), metrics)
 

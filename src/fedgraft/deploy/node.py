@@ -342,7 +342,9 @@ def agreed_policies(config: Config, owner: Policy | None, task: str = "") -> tup
     owner_allows = owner is not None and "evaluate" in owner.actions
     if algorithm.privacy.answers_only_accounted and not owner_allows:
         raise Refused("the run is private, and no noise covers an evaluation", "actions")
-    implied = Policy(secure=algorithm.privacy.collects_sum, in_the_clear=("evaluate",), actions=("evaluate", "scores"))
+    implied = Policy(
+        secure=algorithm.privacy.collects_sum, in_the_clear=("evaluate",), actions=("evaluate", "scores", "comparison")
+    )
     if owner is None:
         return (implied,)
     if not owner.agrees(config.fingerprint):

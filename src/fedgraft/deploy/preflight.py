@@ -25,6 +25,7 @@ from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import Refused
 from fedgraft.core.messages import Request, as_bytes
 from fedgraft.core.store import write_text
+from fedgraft.data.pixels.dicom import MODALITIES, WINDOWS
 from fedgraft.data.sources import Dataset
 from fedgraft.data.sources.class_map import renamed
 from fedgraft.deploy.deployed import load_own, parse_config
@@ -129,7 +130,7 @@ def _node_images(config: Config, worker_request: WorkerRequest) -> tuple[Dataset
     """Return the node's dataset with its training and test rows: all of its own data, or its part of the config's."""
     client = worker_request.client
     if worker_request.data:
-        data = renamed(load_own(worker_request.source, worker_request.data), config.data.class_map)
+        data = renamed(load_own(worker_request.source, worker_request.data, config), config.data.class_map)
         return data, [range(len(data.train.labels)), range(len(data.test.labels))]
     federated = federate(config)
     return federated.dataset, [federated.rows(client).numpy(), federated.test_rows(client).numpy()]
@@ -249,6 +250,8 @@ _FACT_TYPES: dict[str, Any] = {
     "height": [int],
     "channels": {str: int},
     "bits": {str: int},
+    "modalities": {str: int},
+    "windows": {str: int},
     "intensity": [float],
     "colours": [float],
     "contrast": float,
@@ -291,6 +294,8 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} must have {length} values")
     if 0 in (*facts["width"], *facts["height"]):
         raise ValueError("an image has no pixels")
+    if set(facts["modalities"]) - MODALITIES - {"other"} or set(facts["windows"]) - WINDOWS:
+        raise ValueError("unknown modalities or windows")
     if set(facts["faults"]) - set(FAULTS):
         raise ValueError("unknown faults")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,13 +14,14 @@ from pathlib import Path
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import make_private_folder
 from fedgraft.core.store import write_atomic
+from fedgraft.data.site_key import SITE_KEY
 from fedgraft.deploy import process as processes
 from fedgraft.deploy.control import require_flower
 from fedgraft.deploy.door_paths import KEY_IN_USE
 from fedgraft.deploy.keys import check_authority, check_private_key
 from fedgraft.deploy.node_loop import CONNECTED, FAILED, KEY_IN_USE_SECONDS, UNREACHABLE, WORKING
 
-DATA_SOURCES = ("folder", "parquet", "npz")
+DATA_SOURCES = ("folder", "parquet", "npz", "table")
 _LAST_LINES = 40  # lines of the log in which the reason of an end is looked for
 
 
@@ -123,6 +125,8 @@ class NodeOptions:
         make_private_folder(self.home)
         self.pin_policy()
         variables = {processes.NODE_STATE_VARIABLE: str(self.home)}
+        if SITE_KEY not in os.environ:  # beside what else must never leave
+            variables[SITE_KEY] = str(self.home / "site.key")
         return processes.spawn(self.command(), self.home, self.log, bound=True, variables=variables)
 
 

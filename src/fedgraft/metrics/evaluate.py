@@ -120,6 +120,18 @@ def evaluate_with_sums(
     return Evaluation(loss / n, correct / n, within_top_k / n, len(rows)), sums
 
 
+@torch.inference_mode()
+def logits_of(network: Network, examples: Examples, rows: Tensor, batch_size: int = EVALUATION_BATCH) -> Tensor:
+    """Return the logits of these rows, float32 (n, C) on the CPU; the network is left in evaluation mode."""
+    network.eval()
+    parts = [torch.zeros(0, network.classes)]
+    for batch in rows.split(images_at_once(network, examples.entry, batch_size)):
+        inputs = inputs_on(Device.of(network), examples, batch)
+        with evaluation_precision(network):
+            parts.append(fetch(network(inputs, examples.entry).float()))
+    return torch.cat(parts)
+
+
 def _in_order(
     measure: Callable[[Tensor], _BatchResult], batches: Sequence[Tensor], threads: int
 ) -> Iterator[_BatchResult]:

@@ -129,14 +129,18 @@ def _p_value(gaps: np.ndarray) -> float:
 
 def _holm(differences: list[Difference]) -> list[Difference]:
     """Return the differences with p-values corrected after Holm, in the same order."""
-    by_p = sorted(range(len(differences)), key=lambda i: differences[i].p)
-    corrected: dict[int, float] = {}
+    corrected = holm([difference.p for difference in differences])
+    return [Difference(d.name, d.difference, p) for d, p in zip(differences, corrected, strict=True)]
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values of comparisons made together corrected after Holm, in the same order."""
+    corrected = [0.0] * len(p_values)
     largest = 0.0
-    for rank, i in enumerate(by_p):
-        scaled = differences[i].p * (len(differences) - rank)
-        largest = max(largest, min(1.0, scaled))
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, p_values[i] * (len(p_values) - rank)))
         corrected[i] = largest
-    return [Difference(d.name, d.difference, corrected[i]) for i, d in enumerate(differences)]
+    return corrected
 
 
 def rounds_to(rounds: Sequence[int], accuracy: Sequence[float], target: float) -> int | None:

@@ -8,6 +8,7 @@ every client report on its own images.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -33,6 +34,7 @@ from fedgraft.server.expected import expected_counts, expected_evaluation, log_r
 from fedgraft.server.secure_sum import Sums
 from fedgraft.server.validate import Field, Rejection, validate_responses
 
+log = logging.getLogger("fedgraft")
 FINETUNED = "finetuned/"
 """Begins the names of sums that a client counted after fine-tuning."""
 
@@ -43,6 +45,17 @@ class Measurement:
 
     plain: Evaluation
     sums: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ValidationSums:
+    """The sums for metrics of one model on the validation images that clients hold."""
+
+    score: float
+    """By which the best round is chosen."""
+    pooled: Mapping[str, Tensor]
+    by_client: Mapping[str, Mapping[str, Tensor]]
+    """By the client's name; empty under secure aggregation."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,8 @@ class Measure:
 
     in_sums: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The clients over which secure sums about a split are, by the split."""
+    on_validation: dict[str, ValidationSums] = field(default_factory=dict)
+    """Of findings at clients: the sums of the best and the latest model on their validation images, by its digest."""
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -115,8 +130,8 @@ class Measure:
         measurement = self.test(vector, round)
         summary: dict[str, Any] = {"test": asdict(measurement.plain)}
         data = self.setup.task.data
-        if data.label_sets and not data.blind:
-            summary["thresholds"] = self.thresholds(vector)
+        if data.label_sets:
+            summary |= self.thresholds(vector)
         if self.metric_names:
             summary["metrics"] = report(measurement.sums, self.metric_names, self.classes)
             summary |= tables(measurement.sums, self.metric_names)
@@ -124,13 +139,60 @@ class Measure:
             summary["class_names"] = list(self.classes)
         return summary
 
-    def thresholds(self, vector: Tensor) -> dict[str, float]:
-        """Return the probability above which the model says each finding, chosen on the validation images here."""
+    def thresholds(self, vector: Tensor) -> dict[str, Any]:
+        """Return the probabilities above which the model says each finding, chosen on the validation images.
+
+        `thresholds` are common to all sites, `thresholds_by_site` each site's own, where single sites may be measured:
+        on the server's images by the column `site`, on clients' images from their sums in the clear. Clients are not
+        asked anew: without sums of this model from a round (no metrics, a resumed run) there are none.
+        """
+        if self.setup.task.data.blind:
+            sums = self.on_validation.get(_model_key(vector))
+            if sums is None:
+                log.warning("no thresholds were chosen: the clients sent no sums about this model")
+                return {}
+            parts = sums.by_client
+            pooled = sums.pooled
+        else:
+            pooled, parts = self._validation_sums_here(vector)
+        chosen: dict[str, Any] = {"thresholds": label_metrics.best_thresholds(pooled, self.classes)}
+        if parts:
+            by_site = {site: label_metrics.best_thresholds(part, self.classes) for site, part in parts.items()}
+            chosen["thresholds_by_site"] = by_site
+        return chosen
+
+    def _validation_sums_here(self, vector: Tensor) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """Return the sums on the validation images that the server has: of all, and by site if there are several."""
         context = self.opened.context
         context.load_model(vector)
         rows = self.setup.evaluation_rows
-        _, sums = evaluate_with_sums(context.network, context.examples, rows, threads=self.setup.threads)
-        return label_metrics.best_thresholds(sums, self.classes)
+        threads = self.setup.threads
+        sites = self.setup.task.data.dataset.train.sites
+        _, pooled = evaluate_with_sums(context.network, context.examples, rows, threads=threads)
+        parts = {}
+        if sites is not None:
+            names = sites[rows.numpy()]
+            for site in sorted(set(names.tolist())):
+                at_site = rows[torch.from_numpy(names == site)]
+                _, parts[site] = evaluate_with_sums(context.network, context.examples, at_site, threads=threads)
+        if len(parts) < 2:
+            parts = {}
+        return pooled, parts
+
+    def _remember_validation(
+        self, vector: Tensor, measurement: Measurement, by_client: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Keep the sums of findings on clients' validation images: thresholds are chosen from those of the best model.
+
+        Only the best and the latest model's are kept.
+        """
+        if not (self.setup.task.data.label_sets and measurement.sums):
+            return
+        best = max(self.on_validation.items(), key=lambda item: item[1].score, default=None)
+        self.on_validation.clear()
+        if best is not None:
+            self.on_validation[best[0]] = best[1]
+        self.on_validation[_model_key(vector)] = ValidationSums(self.score(measurement), measurement.sums, by_client)
 
     def summarise_personal(self, state: ServerState, best: Tensor) -> dict[str, Any]:
         """Let every client measure its model on its own test images, where the config or its metrics ask for that.
@@ -197,7 +259,10 @@ class Measure:
         candidates = federation.evaluated if split == "test" else federation.members
         clients = [client for client in candidates if federation.takes_part(client, round)]
         if self.setup.algorithm.privacy.collects_sum:
-            return self._measure_by_hidden_sum(vector, round, split, candidates)
+            hidden = self._measure_by_hidden_sum(vector, round, split, candidates)
+            if split == "validation":
+                self._remember_validation(vector, hidden, {})
+            return hidden
         settings: dict[str, Scalar] = {"split": split, "scores": self.needs_sums}
         requests = []
         for client in clients:
@@ -211,8 +276,13 @@ class Measure:
         plain = sum_counts(responses, self.example_counts, split)[0]
         if not self.needs_sums:
             return Measurement(plain, {})
-        sums = [validated_sums(response, self.layouts) for response in responses]
-        return Measurement(plain, scores.merge_scores(sums, len(self.classes), self.layouts))
+        by_client = {}
+        for response in responses:
+            by_client[self.setup.client_names[response.client]] = validated_sums(response, self.layouts)
+        measurement = Measurement(plain, scores.merge_scores(by_client.values(), len(self.classes), self.layouts))
+        if split == "validation":
+            self._remember_validation(vector, measurement, by_client)
+        return measurement
 
     def _measure_by_hidden_sum(self, vector: Tensor, round: int, split: str, clients: Sequence[int]) -> Measurement:
         """Return the common model's measurement by a secure sum over the clients on the split; it is cached.
@@ -221,7 +291,7 @@ class Measure:
         each number once. Clients refuse sums about the same images over other clients than before: asked are those that
         are there in every round, and later on those that were in the first sum.
         """
-        key = split + hashlib.sha256(vector.numpy().tobytes()).hexdigest()
+        key = split + _model_key(vector)
         if key in self.summed:  # a round without a step: clients give the same sum only once
             return self.summed[key]
         always = [client for client in clients if self.setup.federation.takes_part_always(client)]
@@ -346,6 +416,11 @@ class Measure:
                     cells[f"finetuned_{name}"] = value
             by_client[self.setup.client_names[response.client]] = cells
         return by_client
+
+
+def _model_key(vector: Tensor) -> str:
+    """Return the digest of a model's vector."""
+    return hashlib.sha256(vector.numpy().tobytes()).hexdigest()
 
 
 def _without_prefix(sums: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +20,11 @@ from fedgraft.core.label_sets import are_label_sets
 from fedgraft.core.protocols import Examples
 from fedgraft.data.examples import examples_of
 from fedgraft.data.labelled import Labelled
-from fedgraft.data.pixels.rule import Unreadable
+from fedgraft.data.pixels.rule import Slice, Source, Unreadable
+from fedgraft.data.pixels.scans import Frames, chosen_frames, is_scan, may_be_scan, scan_facts
 from fedgraft.data.pixels.transforms import Transform, rule_for
 from fedgraft.data.sources import Dataset, open_path
-from fedgraft.data.sources.assemble import without_unreadable
+from fedgraft.data.sources.assemble import Store, without_unreadable
 from fedgraft.local.features import evaluate_batch
 from fedgraft.metrics import scores
 from fedgraft.metrics.label_scores import count_label_scores
@@ -109,23 +112,41 @@ class Predictor:
     transform: Transform
     thresholds: Mapping[str, float] = field(default_factory=dict)
     """Of label sets: the probability above which a finding is said; one half for those that are missing."""
+    frames: Frames = "first"
+    """Which frames of a scan are images, as in training."""
 
     def __call__(self, images: Iterable[str | Path]) -> list[Prediction]:
         """Return a prediction for each image, in order; one that cannot be read has an error instead."""
         predictions: list[Prediction] = []
         batch: list[tuple[str, np.ndarray]] = []
-        for image in images:
+        for name, source in self._sources(images):
             try:
-                batch.append((str(image), self.transform.rule.read(Path(image))))
+                batch.append((name, self.transform.rule.read(source)))
             except (Unreadable, OSError) as error:
                 predictions += self._predict(batch)
                 batch = []
                 reason = getattr(error, "reason", error)
-                predictions.append(Prediction(str(image), error=str(reason)))
+                predictions.append(Prediction(name, error=str(reason)))
             if len(batch) == BATCH:
                 predictions += self._predict(batch)
                 batch = []
         return predictions + self._predict(batch)
+
+    def _sources(self, images: Iterable[str | Path]) -> Iterator[tuple[str, Source]]:
+        """Yield the name and the source of each image; of a scan those frames that are images."""
+        for image in images:
+            path = Path(image)
+            if self.frames == "first" or not is_scan(path):
+                yield str(image), path
+                continue
+            numbers = [0]
+            with suppress(Unreadable, OSError):  # reading the first frame will say why
+                numbers = chosen_frames(scan_facts(path).frames, self.frames)
+            for number in numbers:
+                name = str(image)
+                if number:
+                    name = f"{image}, frame {number}"
+                yield name, Slice(path, number)
 
     def _predict(self, batch: Sequence[tuple[str, np.ndarray]]) -> list[Prediction]:
         """Return the predictions for a batch of decoded images."""
@@ -180,12 +201,34 @@ class Predictor:
 
         Data with a class that this model does not know is refused; images that cannot be read are left out and listed.
         """
+        labelled = self.labelled_images(data)
+        if self.network.label_sets:
+            named = labelled.named(self.classes)
+            skipped_images = _left_out(data)
+            readable = without_unreadable(named, skipped_images, self.transform.rule)
+            return self.measure(examples_of(readable, self.transform), skipped_images)
+        outputs = {class_name: output for output, class_name in enumerate(self.classes)}
+        self._check_classes(labelled, "the data" if isinstance(data, Dataset) else str(data))
+        skipped = _left_out(data)
+        examples = examples_of(without_unreadable(labelled, skipped, self.transform.rule), self.transform)
+        output_of_label = torch.tensor([outputs.get(class_name, -1) for class_name in labelled.classes])
+        examples.labels = output_of_label[examples.labels]
+        return self.measure(examples, skipped)
+
+    def labelled_images(self, data: Dataset | str | Path) -> Store:
+        """Return the labelled images of a data set or a path: those of `test` where it has such a part, else all.
+
+        Labels of another kind than this model's are refused.
+        """
         name = "the data"
         if isinstance(data, Dataset):
             dataset = data
         else:
             name = str(data)
-            dataset = open_path(data, test_share=0.0)
+            options: dict[str, Any] = {"test_share": 0.0, "frames": self.frames}
+            if self.network.label_sets:
+                options["findings"] = tuple(self.classes)
+            dataset = open_path(data, **options)
         labelled = dataset.test if len(dataset.test) else dataset.train
         if (labelled.findings is not None) != self.network.label_sets:
             raise FedgraftError(
@@ -193,18 +236,7 @@ class Predictor:
                 f"{name} and the model differ: one has sets of findings, the other one class per image",
                 "evaluate on data with labels of the model's kind",
             )
-        if self.network.label_sets:
-            named = labelled.named(self.classes)
-            skipped_images: list[tuple[str, str]] = list(dataset.skipped)
-            readable = without_unreadable(named, skipped_images, self.transform.rule)
-            return self.measure(examples_of(readable, self.transform), skipped_images)
-        outputs = {class_name: output for output, class_name in enumerate(self.classes)}
-        self._check_classes(labelled, name)
-        skipped: list[tuple[str, str]] = list(dataset.skipped)
-        examples = examples_of(without_unreadable(labelled, skipped, self.transform.rule), self.transform)
-        output_of_label = torch.tensor([outputs.get(class_name, -1) for class_name in labelled.classes])
-        examples.labels = output_of_label[examples.labels]
-        return self.measure(examples, skipped)
+        return labelled
 
     def _check_classes(self, labelled: Labelled, name: str) -> None:
         """Raise if images have a class that the model does not know; `name` is that of the data, for the error."""
@@ -219,13 +251,43 @@ class Predictor:
             )
 
 
-def predictor(source: Path | str) -> Predictor:
-    """Return the predictor of a run folder, or of a folder that `transformers` loads."""
+def _thresholds_of(summary: Mapping[str, Any], site: str) -> dict[str, float]:
+    """Return the thresholds of a run's findings: the common ones, or those of a site; {} where there are none."""
+    if not site:
+        return dict(summary.get("thresholds") or {})
+    by_site = summary.get("thresholds_by_site") or {}
+    if site not in by_site:
+        raise FedgraftError(
+            "E-RUN-SITE-THRESHOLDS",
+            f"the run has no thresholds of a site {site!r}",
+            f"it has those of: {', '.join(by_site) or 'no site'}",
+            site=site,
+        )
+    return dict(by_site[site])
+
+
+def _left_out(data: Dataset | str | Path) -> list[tuple[str, str]]:
+    """Return place and reason of each image that a data set left out already."""
+    if isinstance(data, Dataset):
+        return list(data.skipped)
+    return []
+
+
+def predictor(source: Path | str, site: str = "") -> Predictor:
+    """Return the predictor of a run folder, or of a folder that `transformers` loads.
+
+    `site` names the site whose own thresholds of findings are used; empty: those that are common to all sites.
+    """
     folder = Path(source)
+    if site and not (folder / "run.json").is_file():
+        raise FedgraftError(
+            "E-RUN-SITE-THRESHOLDS", f"{folder} has no thresholds of single sites", "name a run's folder", site=site
+        )
     if (folder / "run.json").is_file():
         run = adapted(folder, data=False)
-        thresholds = RunFolder.open(folder).summary().get("thresholds") or {}
-        return Predictor(run.network, run.classes, run.setup.task.transform, thresholds)
+        thresholds = _thresholds_of(RunFolder.open(folder).summary(), site)
+        frames = (run.setup.config.data.model_extra or {}).get("frames", "first")
+        return Predictor(run.network, run.classes, run.setup.task.transform, thresholds, frames)
     if (folder / "adapter_config.json").is_file():
         raise FedgraftError(
             "E-RUN-PREDICT-ADAPTER",
@@ -293,7 +355,10 @@ def _images_in(folder: Path) -> list[Path]:
     from PIL import Image
 
     endings = set(Image.registered_extensions())
-    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings and path.is_file())
+    images = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and (path.suffix.lower() in endings or may_be_scan(str(path))):
+            images.append(path)
     if not images:
         raise FedgraftError("E-RUN-PREDICT-EMPTY", f"the folder {folder} holds no images", path=str(folder))
     return images

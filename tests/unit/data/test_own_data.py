@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from tests.support.errors import raises
 
+from fedgraft.config import load as configs
 from fedgraft.data import Dataset, arrays, dataset, features, npz, parquet
 from fedgraft.data.labelled import numbered
 from fedgraft.data.pixels.rule import PixelRule
@@ -244,9 +245,9 @@ def test_damaged_and_missing_files_are_one_sentence(tmp_path: Path) -> None:
 
 def test_the_ending_tells_what_a_path_is(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", x_train=IMAGES, y_train=LABELS)
-    assert load_own("", str(tmp_path / "d.npz")).name == "npz"
+    assert load_own("", str(tmp_path / "d.npz"), configs.load(None, [])).name == "npz"
     with raises("E-DATA-NO-FOLDER"):
-        load_own("", str(tmp_path / "nothing"))
+        load_own("", str(tmp_path / "nothing"), configs.load(None, []))
 
 
 def test_given_features() -> None:

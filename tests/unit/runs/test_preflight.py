@@ -118,7 +118,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "site_names": lambda r: (r / "south").rename(r / "North"),
     "cmyk": lambda r: picture().convert("CMYK").save(r / TRAIN / "0.jpg"),
     "several_pictures": lambda r: picture().save(r / TRAIN / "0.tif", save_all=True, append_images=[picture()]),
-    "not_images": lambda r: (r / TRAIN / "scan.dcm").write_bytes(bytes(128) + b"DICM"),
+    "not_images": lambda r: (r / TRAIN / "scan.xray").write_bytes(bytes(128) + b"DICM"),
     "shape_differs": lambda r: remake(r, lambda: picture().resize((20, 60))),
     "colour_differs": lambda r: remake(r, warm),
     "dominates": lambda r: [picture().save(r / TRAIN / f"more{i}.png") for i in range(250)],

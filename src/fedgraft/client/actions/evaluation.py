@@ -32,7 +32,7 @@ HIDDEN_STEP = 2.0**-3
 _FINETUNE_PARTS = ("head", "body", "both")
 
 
-def _split_of(request: Request) -> str:
+def split_of(request: Request) -> str:
     """Return the split that a request is about: the one that it names, or the validation rows."""
     return "test" if request.settings.get("split") == "test" else "validation"
 
@@ -41,13 +41,13 @@ def _test_split(request: Request) -> str:
     return "test"
 
 
-def _requested_split(request: Request, context: ClientContext) -> tuple[Examples, Tensor]:
+def requested_split(request: Request, context: ClientContext) -> tuple[Examples, Tensor]:
     """Return the examples of the split that a request names in its settings, and which rows of them are this client's.
 
     The split "test" is the client's test images; any other is the validation rows that it holds out of training. The
     rows are empty where the client has none.
     """
-    if _split_of(request) == "test":
+    if split_of(request) == "test":
         examples = context.examples if context.tests is None else context.tests
         rows_of_client = context.test_rows
     else:
@@ -69,7 +69,7 @@ def count_models(request: Request, context: ClientContext) -> dict[str, Tensor]:
     which is loaded into the client's network. With the setting `scores` the sums of `metrics.scores` are returned
     beside the counts.
     """
-    examples, rows = _requested_split(request, context)
+    examples, rows = requested_split(request, context)
     if "heads" in request.auxiliary:
         return {"counts": _count_heads(request.auxiliary["heads"], context, rows)}
     context.load_model(model_vector(request))
@@ -113,7 +113,7 @@ def hidden_counts(
     An image's loss counts up to `HIDDEN_LOSS` nats, and the sum of the losses is rounded to `HIDDEN_STEP`: under models
     that a server chooses, exact losses of thousands of images are the features of one of them.
     """
-    examples, rows = _requested_split(request, context)
+    examples, rows = requested_split(request, context)
     heads = request.auxiliary.get("heads")
     if heads is not None:
         return {"counts": _rounded_losses(_count_heads(heads, context, rows, HIDDEN_LOSS))}, memory
@@ -141,7 +141,7 @@ def hidden_scores(
     are rounded as in `hidden_counts`.
     """
     context.load_model(model_vector(request))
-    examples, rows = _requested_split(request, context)
+    examples, rows = requested_split(request, context)
     smallest = algorithm.privacy.sum_options.smallest_group
     if are_label_sets(examples.labels):
         examples = without_small_findings(examples, rows, smallest)
@@ -213,7 +213,7 @@ def _validate_count(request: Request, algorithm: Algorithm, context: ClientConte
         require_tensor("the heads", heads, (len(heads), context.network.classes, context.network.width + 1))
 
 
-def _held_out_images(request: Request, context: ClientContext) -> int:
+def held_out_images(request: Request, context: ClientContext) -> int:
     """Return how many images the counts of this request would be about."""
     rows_of_client = context.test_rows if request.settings.get("split") == "test" else context.held
     return 0 if rows_of_client is None else len(rows_of_client(request.client))
@@ -228,7 +228,7 @@ def score_sums(request: Request, context: ClientContext) -> dict[str, Tensor]:
     The images are those of the split that the request names. The model stays loaded in the client's network.
     """
     context.load_model(model_vector(request))
-    examples, rows = _requested_split(request, context)
+    examples, rows = requested_split(request, context)
     _, sums = evaluate_with_sums(context.network, examples, rows)
     return sums
 
@@ -248,7 +248,7 @@ def _score_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[st
     return summands
 
 
-def _validate_split(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+def validate_split(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
     """Refuse a split other than "validation" and "test"."""
     if request.settings["split"] not in ("validation", "test"):
         raise Refused("the request names a split that does not exist", "request")
@@ -319,8 +319,8 @@ ACTIONS = [
         "evaluation at the clients",
         _answer_count,
         validate=_validate_count,
-        split=_split_of,
-        images=_held_out_images,
+        split=split_of,
+        images=held_out_images,
     ),
     Action(
         "scores",
@@ -329,11 +329,11 @@ ACTIONS = [
         _answer_scores,
         settings={"split": str},
         model="edit_space",
-        validate=_validate_split,
+        validate=validate_split,
         summands=_score_summands,
         layout=_hidden_scores_layout,
         summed=hidden_scores,
-        split=_split_of,
+        split=split_of,
     ),
     Action(
         "counts",
@@ -342,11 +342,11 @@ ACTIONS = [
         _answer_count,
         settings={"split": str},
         model="edit_space",
-        validate=_validate_split,
+        validate=validate_split,
         summands=_hidden_counts_summands,
         layout=_hidden_counts_layout,
         summed=hidden_counts,
-        split=_split_of,
+        split=split_of,
     ),
     Action(
         "head_counts",
@@ -359,7 +359,7 @@ ACTIONS = [
         summands=_hidden_counts_summands,
         layout=_hidden_counts_layout,
         summed=hidden_counts,
-        split=_split_of,
+        split=split_of,
     ),
     Action(
         "evaluate",

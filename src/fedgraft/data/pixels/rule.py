@@ -18,13 +18,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from fedgraft.core.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError, MissingExtra
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Source: TypeAlias = "Path | bytes | Image | np.ndarray"
-"""An image before decoding: a file, encoded bytes, a Pillow image or an array."""
+
+@dataclass(frozen=True)
+class Slice:
+    """One frame of a DICOM file or slice of a volume; the path alone stands for the first."""
+
+    path: Path
+    number: int
+
+
+Source: TypeAlias = "Path | Slice | bytes | Image | np.ndarray"
+"""An image before decoding: a file, a slice of one, encoded bytes, a Pillow image or an array."""
 Window: TypeAlias = "tuple[float, float] | None"
 """The grey values of a deep image that become black and white; None: values are taken as they are."""
 MAX_PIXELS = 89_478_485  # Pillow's own mark for a decompression bomb: 358 MB decoded
@@ -49,15 +58,23 @@ def decode_image(source: Source, window: Window = None, max_pixels: int = MAX_PI
 
     `window` maps these two grey values of a deep image (16-bit, 32-bit, float) to black and white; without one, values
     are taken as they are and all above 255 are white, as `transformers` does. The brightest value that was cut off so
-    is in the result's `info["grey_peak"]`.
+    is in the result's `info["grey_peak"]`. DICOM and NIfTI files say themselves how their values are seen.
     """
+    from fedgraft.data.pixels.scans import is_scan, read_scan
+
     where = "this image"
     if isinstance(source, Path):
         where = str(source)
+    elif isinstance(source, Slice):
+        where = f"frame {source.number} of {source.path}"
     try:
+        if is_scan(source):
+            return read_scan(source, window, max_pixels).convert("RGB")
         return _to_rgb(_open_upright(source, max_pixels), window)
     except Unreadable as error:
         raise Unreadable(error.reason, where) from error
+    except MissingExtra:
+        raise
     except Exception as error:  # a damaged or hostile file makes Pillow raise almost anything; each means unreadable
         raise Unreadable(_reason(error), where) from error
 
@@ -83,6 +100,8 @@ def _open_upright(source: Source, max_pixels: int) -> Image:
 
     if isinstance(source, np.ndarray):
         return _from_array(source, max_pixels)
+    if isinstance(source, Slice):
+        raise Unreadable("it is a slice of a scan, which has no mode of its own")
     if not isinstance(source, Path | bytes):
         _check_pixels(source.size, max_pixels)
         return ImageOps.exif_transpose(source)  # a copy: the caller's image stays as it is
@@ -166,9 +185,14 @@ def _apply_window(image: Image, low: float, high: float) -> Image:
 
     grey = factory.new("L", image.size)
     for top, values in _strips(image):
-        scaled = (np.nan_to_num(values.astype(np.float32), nan=low) - low) * np.float32(255 / (high - low))
-        grey.paste(factory.fromarray(np.rint(scaled.clip(0, 255)).astype(np.uint8)), (0, top))
+        grey.paste(factory.fromarray(window_grey(values, low, high)), (0, top))
     return grey
+
+
+def window_grey(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Return grey values as uint8, with `low` as black and `high` as white; NaN is black."""
+    scaled = (np.nan_to_num(values.astype(np.float32), nan=low) - low) * np.float32(255 / (high - low))
+    return np.rint(scaled.clip(0, 255)).astype(np.uint8)
 
 
 def _strips(image: Image) -> Iterator[tuple[int, np.ndarray]]:

@@ -15,6 +15,7 @@ from typing import Any
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.registry import SOURCES
 from fedgraft.data.partition.split import stratified_split
+from fedgraft.data.pixels.scans import may_be_scan
 from fedgraft.data.sources.assemble import Dataset, SourceOptions, Store
 from fedgraft.data.sources.built_in import digits, synthetic
 from fedgraft.data.sources.cifar import cifar10, cifar100, names_dataset
@@ -141,6 +142,8 @@ def kind_of(place: Path) -> str:
         return "parquet"
     if any((place / name).is_file() for name in SAVED_FILES):
         return "datasets"
+    if (place / "labels.csv").is_file():
+        return "table"
     if (place / "train").is_dir() or _has_images(place, "*/*"):
         return "folder"
     if _has_images(place, "*/*/*") or _has_images(place, "*/train/*/*"):
@@ -150,7 +153,10 @@ def kind_of(place: Path) -> str:
 
 def _has_images(place: Path, pattern: str) -> bool:
     """Return whether a path in the folder `place` that matches `pattern` ("*/*") ends like an image file."""
-    return any(path.suffix.lower() in endings() for path in place.glob(pattern))
+    for path in place.glob(pattern):
+        if path.is_file() and (path.suffix.lower() in endings() or may_be_scan(str(path))):
+            return True
+    return False
 
 
 def options_of(source: str) -> tuple[str, ...] | None:

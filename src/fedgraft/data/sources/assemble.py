@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -66,7 +66,7 @@ class SourcePart:
 
     content: np.ndarray | Originals
     labels: Any
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
     other_files: tuple[str, ...] = ()
     """The owner of each file among the images that is in none of the formats that are read."""
 

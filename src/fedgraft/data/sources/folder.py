@@ -1,4 +1,7 @@
-"""A user's own image files: one directory per class, optionally below `train/` and `test/`, or below one per owner."""
+"""A user's own image files: one directory per class, optionally below `train/` and `test/`, or below one per owner.
+
+Scans (DICOM, NIfTI) may lie beside images or instead of them; see `scan_rows`.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,51 @@ from typing import Unpack
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
-from fedgraft.data.pixels.originals import from_files
 from fedgraft.data.pixels.rule import FORMATS
+from fedgraft.data.pixels.scans import Frames, may_be_scan
 from fedgraft.data.sources.assemble import Dataset, SourceOptions, SourcePart, assemble
+from fedgraft.data.sources.scan_rows import FOLDER, ScanRule, number_columns, scan_rows
 
 
-def folder(path: str | Path, classes: Sequence[str] | None = None, **options: Unpack[SourceOptions]) -> Dataset:
+def folder(
+    path: str | Path,
+    classes: Sequence[str] | None = None,
+    frames: Frames = "first",
+    group: str | None = None,
+    site: str | None = None,
+    **options: Unpack[SourceOptions],
+) -> Dataset:
     """Return the images in one directory per class; of `train/` and `test/` if it has these, else a share is cut off.
 
     The classes of `train/` must include those of `test/`.
+
+    Args:
+        frames: which frames of a scan are images: "first", "middle" or "all".
+        group: rows that are never separated: "folder" (the tiles of a slide) or `tag:` and the name of a DICOM tag;
+            None: those of one patient, where DICOM files say it.
+        site: the owner of a row: `tag:` and the name of a DICOM tag.
     """
+    rule = ScanRule(frames, group, site)
     place = _existing_folder(path)
-    if not is_class_folder(place) and _looks_like_owners(place):
+    if group != FOLDER and not is_class_folder(place) and _looks_like_owners(place):
         raise FedgraftError(
             "E-DATA-FOLDER-OF-OWNERS",
             f"{path} looks like a folder per owner, each with a folder per class",
             "take it as data.source=owners (fg.data.owners), or name the folder of one owner",
             path=str(path),
         )
-    return _assemble_folders("folder", [(place, "")], classes, **options)
+    return _assemble_folders("folder", [(place, "")], classes, rule, **options)
 
 
-def owners(path: str | Path, classes: Sequence[str] | None = None, **options: Unpack[SourceOptions]) -> Dataset:
+def owners(
+    path: str | Path,
+    classes: Sequence[str] | None = None,
+    frames: Frames = "first",
+    group: str | None = None,
+    **options: Unpack[SourceOptions],
+) -> Dataset:
     """Return the images of one directory per owner, each as `folder` takes it; the owner's name is the row's site."""
+    rule = ScanRule(frames, group)
     places = _directories(_existing_folder(path))
     if not places:
         raise FedgraftError(
@@ -49,23 +74,33 @@ def owners(path: str | Path, classes: Sequence[str] | None = None, **options: Un
             "give all or none of them",
             path=str(path),
         )
-    return _assemble_folders("owners", [(place, place.name) for place in places], classes, **options)
+    return _assemble_folders("owners", [(place, place.name) for place in places], classes, rule, **options)
 
 
 def _assemble_folders(
-    name: str, places: Sequence[tuple[Path, str]], classes: Sequence[str] | None, **options: Unpack[SourceOptions]
+    name: str,
+    places: Sequence[tuple[Path, str]],
+    classes: Sequence[str] | None,
+    rule: ScanRule,
+    **options: Unpack[SourceOptions],
 ) -> Dataset:
     """Return the dataset `name` of these (folder, owner), which all have `train/` and `test/`, or none of them.
 
-    `classes` and `options` are those of `assemble`.
+    `rule` says which frames of scans are rows; `classes` and `options` are those of `assemble`.
     """
     if not is_class_folder(places[0][0]):
-        return assemble(name, [list_images(places)], classes, **options)
-    train = list_images([(place / "train", owner) for place, owner in places])
-    test = list_images([(place / "test", owner) for place, owner in places])
-    for place, _ in places:
-        _check_test_classes(place)
-    return assemble(name, [train, test], classes, **options)
+        parts = [list_images(places, rule)]
+    else:
+        train = list_images([(place / "train", owner) for place, owner in places], rule)
+        test = list_images([(place / "test", owner) for place, owner in places], rule)
+        parts = [train, test]
+        for place, _ in places:
+            _check_test_classes(place)
+    from_tags = {"group"}
+    if rule.site is not None:
+        from_tags.add("site")
+    number_columns([part.columns for part in parts], from_tags)
+    return assemble(name, parts, classes, **options)
 
 
 def _check_test_classes(place: Path) -> None:
@@ -110,14 +145,15 @@ def endings() -> frozenset[str]:
     return frozenset(ending for ending, kind in Image.EXTENSION.items() if kind in FORMATS)
 
 
-def list_images(places: Sequence[tuple[Path, str]]) -> SourcePart:
-    """Return every image below folder/<class>/ of these (folder, owner), in sorted order; none is read.
+def list_images(places: Sequence[tuple[Path, str]], rule: ScanRule | None = None) -> SourcePart:
+    """Return every image below folder/<class>/ of these (folder, owner), in sorted order; none is decoded.
 
-    A class without images is refused. An owner that is not empty becomes the site of its rows.
+    A class without images is refused. An owner that is not empty becomes the site of its rows. `rule` says which frames
+    of scans are rows (None: the default rule).
     """
     files: list[str] = []
     labels: list[str] = []
-    sites: list[str] = []
+    owner_of_file: list[str] = []
     other_files: list[str] = []
     with phase("listing images", 0, "files") as progress:
         for place, owner in places:
@@ -132,7 +168,7 @@ def list_images(places: Sequence[tuple[Path, str]]) -> SourcePart:
             for class_folder in class_folders:
                 images = []
                 for file in _files_below(class_folder):
-                    if Path(file).suffix.lower() in endings():
+                    if Path(file).suffix.lower() in endings() or may_be_scan(file):
                         images.append(file)
                     else:
                         other_files.append(owner)
@@ -146,12 +182,12 @@ def list_images(places: Sequence[tuple[Path, str]]) -> SourcePart:
                 progress.advance(len(images))
                 files += images
                 labels += [class_folder.name] * len(images)
-                if owner:
-                    sites += [owner] * len(images)
-    columns = {}
-    if sites:
-        columns["site"] = sites
-    return SourcePart(from_files(files), labels, columns, tuple(other_files))
+                owner_of_file += [owner] * len(images)
+    rows = scan_rows(files, rule or ScanRule(), owner_of_file=owner_of_file.__getitem__)
+    columns = dict(rows.columns)
+    if any(owner_of_file):
+        columns["site"] = [owner_of_file[file] for file in rows.file_of_row]
+    return SourcePart(rows.content, [labels[file] for file in rows.file_of_row], columns, tuple(other_files))
 
 
 def _files_below(folder: Path) -> list[str]:

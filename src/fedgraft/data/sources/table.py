@@ -1,9 +1,12 @@
-"""Image files listed in a CSV table, with columns of findings (0, 1 or empty) or of classes beside each."""
+"""Image files listed in a CSV table, with columns of findings (0, 1 or empty) or of classes beside each.
+
+Scans (DICOM, NIfTI) may be listed beside images or instead of them; see `scan_rows`.
+"""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -11,9 +14,10 @@ import numpy as np
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.labelled import findings_of_columns
-from fedgraft.data.pixels.originals import from_files
+from fedgraft.data.pixels.scans import Frames
 from fedgraft.data.sources.assemble import Dataset, SourceOptions, SourcePart, assemble
 from fedgraft.data.sources.parquet import add_site_and_group, image_column, pick_column
+from fedgraft.data.sources.scan_rows import ScanRule, is_tag, number_columns, scan_rows
 
 _LONGEST_TABLE = 1 << 30  # bytes of a CSV file
 
@@ -27,23 +31,31 @@ def table(
     group: str | None = None,
     split: str = "split",
     classes: Sequence[str] | None = None,
+    frames: Frames = "first",
     **options: Unpack[SourceOptions],
 ) -> Dataset:
     """Return a dataset of the images that a CSV file names, one row each, by paths from the folder of that file.
 
     Args:
         path: the CSV file, or a folder with a `labels.csv`.
-        image, label, site, group: names of columns.
+        image, label: names of columns.
+        site, group: names of columns, or `tag:` and the name of a DICOM tag; without either, the patient that DICOM
+            files name groups their rows.
         findings: columns with 1 where a finding is present, 0 where it is absent and nothing where that is unknown;
             None: each image has one class, in the column `label`.
         split: column that says `test` of the rows of the test set, if there is one.
         classes: names of the classes in their order.
+        frames: which frames of a scan are images: "first", "middle" or "all".
     """
+    tags = {name: column for name, column in (("group", group), ("site", site)) if is_tag(column)}
+    rule = ScanRule(frames, tags.get("group"), tags.get("site"))
     file = Path(path).expanduser()
     if file.is_dir():
         file = file / "labels.csv"
     columns = _read_csv(file)
     names = {"image": image, "label": label, "site": site, "group": group}
+    for name in tags:
+        names[name] = None
     images = columns.pop(image_column(columns, names, str(file)))
     if findings is None:
         labels = columns.pop(pick_column(columns, (label,), str(file)))
@@ -63,10 +75,25 @@ def table(
     if is_test.any():
         chosen.append(is_test)
     parts = []
-    for rows in chosen:
+    for listed in chosen:
+        owner_of_file = _owner_of_file(columns, listed)
+        scans = scan_rows(paths[listed].tolist(), rule, "table", owner_of_file)
+        rows = np.flatnonzero(listed)[scans.file_of_row]
         own = {name: values[rows] for name, values in columns.items()}
-        parts.append(SourcePart(from_files(paths[rows].tolist(), "table"), labels[rows], own))
+        from_tags = dict(scans.columns)
+        if "group" in columns and "group" not in tags:  # a column says it
+            from_tags.pop("group", None)
+        parts.append(SourcePart(scans.content, labels[rows], {**own, **from_tags}))
+    number_columns([part.columns for part in parts], {"group", *tags} - (set(columns) - set(tags)))
     return assemble("table", parts, classes, **options)
+
+
+def _owner_of_file(columns: dict[str, Any], listed: np.ndarray) -> Callable[[int], str]:
+    """Return the owner, by the column `site` (empty without one), of a file by its place among the `listed` rows."""
+    if "site" not in columns:
+        return lambda place: ""
+    owners = columns["site"][listed]
+    return lambda place: str(owners[place])
 
 
 def _read_csv(path: Path) -> dict[str, Any]:
