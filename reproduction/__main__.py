@@ -86,7 +86,8 @@ def _one(
 
     def work(label: str, preset: Preset, read: bool = read) -> Work:
         count = seeds or (1 if scale == "tiny" else preset.seeds)
-        return Work(label, preset, scale, tuple(range(1, count + 1)), folders[0], processes, *given, typer.echo, read)
+        measured = tuple(range(preset.first_seed, preset.first_seed + count))
+        return Work(label, preset, scale, measured, folders[0], processes, *given, typer.echo, read)
 
     if name not in QUESTIONS:
         return write(carry_out(work(name, load_preset(name))), folders[1], formats)

@@ -61,7 +61,7 @@ class Scale(Section):
 
 
 class Tuning(Section):
-    """Learning rates that are tried with seed 0, judged by validation loss after the last round."""
+    """Learning rates that are tried with seeds of their own, judged on validation after the last round."""
 
     rates: dict[str, list[float]] = Field(min_length=1, description="by level of `axis`; `*` for the others")
     axis: str = ""
@@ -69,6 +69,8 @@ class Tuning(Section):
     like: dict[str, str] = Field({}, description="levels that take another one's rate: no common loss judges them")
     rounds: float = Field(1.0, gt=0, le=1, description="share of the rounds")
     more_seeds: dict[str, int] = Field({}, description="levels of `axis` judged with so many seeds beside seed 0")
+    judge: Literal["loss", "accuracy"] = Field("loss", description="least validation loss, or highest accuracy")
+    seeds: list[int] = Field([0], min_length=1, description="seeds that choose; none of them is measured")
 
 
 class Figure(Section):
@@ -141,6 +143,7 @@ class Preset(Section):
     network: Literal["vit", "resnet", "given"] = Field("vit", description="given: a folder that is an argument")
     data: Literal["cifar100", "cifar10", "ham10000-sites", "pacs"] = "cifar100"
     seeds: int = Field(3, ge=1)
+    first_seed: int = Field(1, ge=1, description="the first measured seed; a surface takes those that choose rates")
     measure: Measure = "test"
     baseline: str = ""
     shows: list[Measure] = Field([], description="further columns of its tables")
