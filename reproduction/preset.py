@@ -23,7 +23,9 @@ from fedgraft.config.options import Section
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.registry import listed_algorithms
 
-_WORDS = "test|best|last|personal|finetuned|balanced|megabytes|spread|dispersion|rounds_to|seconds"
+_WORDS = (
+    "test|best|last|personal|finetuned|balanced|megabytes|spread|dispersion|rounds_to|seconds|correlation|self_weight"
+)
 Measure = Annotated[str, Field(pattern=rf"^({_WORDS}|seconds:\w+|at:\d+)$")]
 Kind = TypeVar("Kind", bound=Section)
 PRESETS = Path(__file__).parent / "presets"
@@ -128,6 +130,7 @@ class Gate(Section):
     start: str = Field("", description="counts among the arms of every comparison")
     head_only: str = ""
     sharing: list[str] = Field([], max_length=2, description="FedAvg, then local only")
+    evaluations: bool = Field(True, description="whether enough evaluations are asked for; not if none is chosen from")
 
     def cells(self) -> list[str]:
         """Every cell the gate names."""

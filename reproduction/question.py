@@ -35,6 +35,8 @@ KEPT = (
     "seconds",
     "seconds:aggregate",
     "dispersion",
+    "correlation",
+    "self_weight",
 )
 """Measures whose numbers are kept for every cell."""
 

@@ -23,6 +23,7 @@ from fedgraft.local.adaptive_start import AdaptiveStart
 
 Similarity = Literal[
     "cka_linear",
+    "cka_shuffled",
     "cka_rbf",
     "cka_debiased",
     "covariance",
