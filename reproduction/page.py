@@ -285,7 +285,7 @@ def _gated(found: Found) -> str:
     shared = (of[plan.sharing[0]], of[plan.sharing[1]]) if plan.sharing else None
     checks = gate(arms, smallest, min(trained, default=0), dense, shared)
     unmet = [str(check) for check in checks if not check.met]
-    word = "met" if not unmet else "not met, so there is **no range here** to call algorithms equal in"
+    word = "met" if not unmet else "not met, so nothing can be called equal here"
     return f"Gate of the protocol: {word}. " + "; ".join(map(str, checks)) + "."
 
 
