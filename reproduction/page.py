@@ -16,7 +16,7 @@ from fedgraft.report.html import rows_csv
 from fedgraft.runs.folder import RunFolder
 from reproduction import claims, rounds
 from reproduction import figures as reproduce_figures
-from reproduction.preset import Cell, cells, names
+from reproduction.preset import Cell, Reported, cells, names
 from reproduction.question import keep, load_question
 from reproduction.reproduce import Found, numbers, with_rate
 from reproduction.runs import curve, measure_of
@@ -89,7 +89,8 @@ def group_rows(found: Found, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """One row per cell: our number with its spread, the reported ones, the difference to the baseline, traffic."""
     preset = found.work.preset
     scores = {cell.levels[-1]: series for cell in cells if (series := found.measured(cell.label, preset.measure))}
-    reported = {cell.label: _reported(found, cell.label) for cell in cells}
+    reported = {cell.label: _reported(preset.reported, cell.label) for cell in cells}
+    others = {cell.label: _reported(preset.others, cell.label) for cell in cells}
     rows = []
     for cell in cells:
         level = cell.levels[-1]
@@ -113,6 +114,8 @@ def group_rows(found: Found, cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 row[found.title(more)] = _spread(series)
         if any(reported.values()):
             row["reported (%)"] = reported[cell.label] or "–"
+        if any(others.values()):
+            row["published by others (%)"] = others[cell.label] or "–"
         rows.append(row | _traffic(found, cell))
     return _filled(rows)
 
@@ -130,8 +133,8 @@ def _spread(series: Series) -> str:
     return f"{stats.mean:{form}} ± {stats.std:{form}}" + (f" ({missing} missing)" if missing else "")
 
 
-def _reported(found: Found, label: str) -> str:
-    return "; ".join(f"{r.value:g} ({r.document})" for r in found.work.preset.reported if r.cell == label)
+def _reported(published: Sequence[Reported], label: str) -> str:
+    return "; ".join(f"{r.value:g} ({r.document})" for r in published if r.cell == label)
 
 
 def _traffic(found: Found, cell: Cell) -> dict[str, str]:

@@ -161,6 +161,7 @@ class Preset(Section):
     tuning: Tuning | None = None
     figures: list[Figure] = Field([])
     reported: list[Reported] = Field([])
+    others: list[Reported] = Field([], description="numbers that others published of the same setting")
     claims: list[Claim] = Field([])
     notes: list[str] = Field([])
     tables: dict[str, list[dict[str, Any]]] = Field({}, description="the documents' tables of settings, without runs")
@@ -177,7 +178,8 @@ class Preset(Section):
                 if axis not in axes or not set(levels) <= axes[axis]:
                     raise ValueError(f"a {what} names {axis} {levels}, and there is no such axis or level")
         known = {"/".join(levels) for levels in itertools.product(*(axis.levels for axis in self.axes))}
-        cells = [r.cell for r in self.reported] + [c for k in self.claims for c in (k.left, k.right, *k.minus) if c]
+        cells = [r.cell for r in (*self.reported, *self.others)]
+        cells += [c for k in self.claims for c in (k.left, k.right, *k.minus) if c]
         cells += self.gate.cells()
         wrong = [cell for cell in cells if cell not in known and not self.study]
         if wrong:
@@ -266,15 +268,26 @@ def combinations(preset: Preset, scale: str) -> list[tuple[str, ...]]:
     return [levels for levels in every if not _skipped(preset, levels)]
 
 
-def cells(preset: Preset, scale: str, name: str, data: str | None = None, model: str | None = None) -> list[Cell]:
-    """Every setting at a scale: base, network, scale, then levels, then what the scale says last."""
+def cells(
+    preset: Preset,
+    scale: str,
+    name: str,
+    data: str | None = None,
+    model: str | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> list[Cell]:
+    """Every setting at a scale: base, network, scale, then levels, what the scale says last, and the user's changes.
+
+    `model` is the folder of a ViT and takes the place of the one that the scale names.
+    """
     chosen: Scale = preset.scales[scale]  # type: ignore[index]
     data_source = _TINY_DATA if scale == "tiny" else source(preset, data)
     start: dict[str, Any] = {"name": name, "data": data_source, "workers": 1}  # runs go side by side, not clients
-    given = {"model": {"name": model}} if model and preset.network == "given" and scale != "tiny" else {}
+    # A ResNet is drawn, not loaded, so MODEL says nothing of it.
+    named = bool(model) and scale != "tiny" and preset.network in ("given", "vit")
+    given = {"model": {"name": model}} if named else {}
     for part in (
         _NETWORKS["resnet" if preset.network == "resnet" else "vit"][scale],
-        given,
         preset.base,
         chosen.config,
     ):
@@ -284,7 +297,8 @@ def cells(preset: Preset, scale: str, name: str, data: str | None = None, model:
         table = start
         for axis, level in zip(preset.axes, levels, strict=True):
             table = merge(table, axis.levels[level])
-        table = _without_foreign_options(merge(table, chosen.then), said)
+        table = _without_foreign_options(merge(merge(table, chosen.then), given), said)
+        table = merge(table, changes or {})
         central = bool(table.pop("central", False))
         if central:
             table["name"] = f"{table['name']}-central"

@@ -57,6 +57,8 @@ class Work:
     report: Report = print
     read: bool = False
     """Run nothing: what the finished runs show."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Options that differ from the preset's in every cell, such as `device`."""
 
     @property
     def target(self) -> float | None:
@@ -66,7 +68,7 @@ class Work:
     @property
     def cells(self) -> list[Cell]:
         """Every setting that can be run."""
-        return cells(self.preset, self.scale, self.name, self.data, self.model)
+        return cells(self.preset, self.scale, self.name, self.data, self.model, self.changes)
 
     @property
     def command(self) -> str:
