@@ -56,13 +56,22 @@ def reproduce(
         )
     # Digits must not take the place of real results, nor a laptop's those of a GPU.
     out = out or Path("docs/results") / ("" if scale == "laptop" else scale)
+    everywhere = parse_overrides(changes or [])
     places = {word: place for word, place in (("DATA", data), ("MODEL", model)) if place}
     try:
         if name and scale != "tiny" and (known := unpack(out / "runs.zip.xz", runs, places)):
             typer.echo(f"{known} finished runs are read from {out / 'runs.zip.xz'}")
         if name:
             page = _one(
-                name, scale, seeds, processes, (data, model), (runs, out), kinds, (part, read), parse_overrides(changes or [])
+                name,
+                scale,
+                seeds,
+                processes,
+                (data, model),
+                (runs, out),
+                kinds,
+                (part, read),
+                parse_overrides(changes or []),
             )
             if name not in QUESTIONS:  # a question's page is long
                 typer.echo("\n".join(line for line in page.read_text("utf-8").splitlines() if line[:1] in "|#"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -243,7 +243,8 @@ trains. Gate: what an experiment must show before it counts. Brackets are interv
 corrected and hold together.
 
 The plan is [the protocol](protocol.md), committed before the runs; what changed later is at its end with its date, and
-the [report](../report/README.md) tells the story in four pages. The documents' claims are in [an appendix](claims.md).{took}
+the [report](../report/README.md) tells the story in four pages. The documents' claims are in
+[an appendix](claims.md).{took}
 Made by `python -m reproduction --answers` from `q1/numbers.json` to `q6/numbers.json` alone."""
 _ALONE = "It also writes `answers.html`, the same as one file that opens without a network (built, not committed)."
 _APPENDIX = """# What the five documents claim

@@ -41,7 +41,9 @@ Split = tuple[Tensor, Tensor]
 """Features (n, d) and labels (n,) of some images of a client."""
 
 
-def finetune_heads(weight: Tensor, bias: Tensor, train: Split, rates: Sequence[float], seed: int) -> tuple[Tensor, Tensor]:
+def finetune_heads(
+    weight: Tensor, bias: Tensor, train: Split, rates: Sequence[float], seed: int
+) -> tuple[Tensor, Tensor]:
     """Return the heads after fine-tuning at each rate, weights (R, classes, d) and biases (R, classes).
 
     All rates start from the same head and see the same batches. The gradient is that of the mean cross-entropy.

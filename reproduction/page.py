@@ -16,7 +16,7 @@ from fedgraft.report.html import rows_csv
 from fedgraft.runs.folder import RunFolder
 from reproduction import claims, rounds
 from reproduction import figures as reproduce_figures
-from reproduction.preset import Cell, Reported, cells, names
+from reproduction.preset import Cell, Reported, Tuning, cells, names
 from reproduction.question import keep, load_question
 from reproduction.reproduce import Found, numbers, with_rate
 from reproduction.runs import curve, measure_of
@@ -250,7 +250,7 @@ def _markdown(
     if preset.tuning is not None:
         there = {level for cell in found.cells for level in cell.levels}  # a scale may leave arms out
         parts.append(
-            "Learning rates were chosen on validation after the last round, with seed 0, which is not used below."
+            _how_tuned(preset.tuning)
             + "".join(
                 f" {level} takes that of {other}." for level, other in preset.tuning.like.items() if level in there
             )
@@ -274,6 +274,16 @@ def _markdown(
     files = [*(["runs.csv"] if tables else []), "table.csv", "table.tex"]
     parts.append("Files: " + ", ".join(f"[{name}]({work.name}/{name})" for name in files) + ".")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _how_tuned(tuning: Tuning) -> str:
+    """What chose the learning rates: the metric, and seeds that are not measured."""
+    metric = "accuracy" if tuning.judge == "accuracy" else "loss"
+    seeds = ", ".join(map(str, tuning.seeds))
+    many = "seeds" if len(tuning.seeds) > 1 else "seed"
+    used = "are not" if len(tuning.seeds) > 1 else "is not"
+    chosen = f"Learning rates were chosen by validation {metric} after the last round"
+    return f"{chosen}, with {many} {seeds}, which {used} used below."
 
 
 def _gated(found: Found) -> str:

@@ -174,6 +174,8 @@ def settings(work: Work) -> Found:
 
 
 Adjust = Callable[[Work, Sequence[Cell], Mapping[str, float]], list[Cell]]
+
+
 def known(work: Work) -> Found:
     """Models per client, fine-tuned at a rate of each arm's own, and what their mixtures know of shared classes."""
     from reproduction.known import known as carry_out_known

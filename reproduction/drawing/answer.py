@@ -150,7 +150,14 @@ def _draw_series(axes: Axes, panel: Panel) -> None:
         above = [point[1][2] - point[1][0] for point in points]
         line = "-" if panel.joined else ""
         axes.errorbar(
-            x, middle, [below, above], fmt=line + marker, color=colour, markersize=4, linewidth=1.2, label=plain_text(name)
+            x,
+            middle,
+            [below, above],
+            fmt=line + marker,
+            color=colour,
+            markersize=4,
+            linewidth=1.2,
+            label=plain_text(name),
         )
     if panel.log:
         axes.set_xscale("log")

@@ -98,7 +98,9 @@ def assert_by_cache(cache: Path, first: tuple[Config, Any], second: tuple[Config
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("change", ["partition.without=['0']", "partition.joins={'0'=2}", "partition.evaluate_only=['0']"])
+@pytest.mark.parametrize(
+    "change", ["partition.without=['0']", "partition.joins={'0'=2}", "partition.evaluate_only=['0']"]
+)
 def test_the_clients_of_the_config_are_part_of_a_cached_result(path: str, change: str, own_cache: Path) -> None:
     assert_by_cache(own_cache, (tiny(*PATHS[path]), None), (tiny(*PATHS[path], change), None))
 

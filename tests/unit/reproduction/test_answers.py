@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from reproduction.answers import endpoints, read
 from reproduction.answer_figure import draw_answer, shown_effects
+from reproduction.answers import endpoints, read
 from reproduction.answers_page import answers_html, in_words, results
 from reproduction.drawing.answer import Shown, answer
 from reproduction.question import QUESTIONS, Answer, Question, load_question
@@ -93,7 +93,13 @@ def test_a_figure_is_read_at_a_glance(name: str, tmp_path: Path) -> None:
 
 def test_colour_and_word_say_the_same_and_a_failed_gate_is_grey() -> None:
     colours = {}
-    for word in ("supported, at least 1", "contradicted, below 1", "equivalent within 1", "too noisy", "floor or ceiling"):
+    for word in (
+        "supported, at least 1",
+        "contradicted, below 1",
+        "equivalent within 1",
+        "too noisy",
+        "floor or ceiling",
+    ):
         colours[word] = Shown("a", (1.0, 0.5, 1.5), 1.0, word).colour
     assert colours["too noisy"] == colours["floor or ceiling"]
     assert len(set(colours.values())) == 4

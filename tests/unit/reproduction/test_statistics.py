@@ -329,7 +329,8 @@ def test_without_range_nothing_is_said_of_a_difference(expect: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("span", "evaluations", "word"), [(40.0, 9, "too noisy"), (4.0, 9, "floor or ceiling"), (90.0, 7, "too few evaluations")]
+    ("span", "evaluations", "word"),
+    [(40.0, 9, "too noisy"), (4.0, 9, "floor or ceiling"), (90.0, 7, "too few evaluations")],
 )
 def test_a_gate_says_how_it_fails(span: float, evaluations: int, word: str) -> None:
     """The same spread over seeds: too noisy where arms are far apart, floor or ceiling where they are not."""
