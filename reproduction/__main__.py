@@ -71,7 +71,7 @@ def reproduce(
                 (runs, out),
                 kinds,
                 (part, read),
-                parse_overrides(changes or []),
+                everywhere,
             )
             if name not in QUESTIONS:  # a question's page is long
                 typer.echo("\n".join(line for line in page.read_text("utf-8").splitlines() if line[:1] in "|#"))

@@ -8,6 +8,7 @@ SVCCA and CKA compare two networks on the same examples: row r must be the same 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -266,11 +267,13 @@ def _by_signature(signature: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def shuffled_cka(representations: Representations) -> Tensor:
     """Return linear CKA after each client's rows were put into a random order of its own.
 
-    A control: what is left of CKA when no row of one client belongs to a row of another.
+    A control: what is left of CKA when no row of one client belongs to a row of another. The order follows from the
+    rows themselves, so it is another one for every client and round, whatever place the client has in the list.
     """
     shuffled = []
-    for client, rows in enumerate(representations):
-        order = torch.randperm(len(rows), generator=torch_stream(0, "shuffled rows", client))
+    for rows in representations:
+        digest = hashlib.blake2b(rows.to(torch.float64).contiguous().numpy().tobytes(), digest_size=7).digest()
+        order = torch.randperm(len(rows), generator=torch_stream(int.from_bytes(digest), "shuffled rows"))
         shuffled.append(_signature_linear(rows[order]))
     return _all_pairs(shuffled)
 
