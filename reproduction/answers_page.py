@@ -120,15 +120,17 @@ def _begins(word: str, wanted: str) -> bool:
 
 
 def _number(mark: str, parts: Mapping[str, Part], verdicts: Mapping[str, Verdict]) -> str:
-    """What stands for a mark of an answer: an effect with its interval, or the mean of a cell."""
-    name, turned = mark.removeprefix("-"), mark.startswith("-")
+    """What stands for a mark of an answer: an effect with its interval (`~`: alone), or the mean of a cell."""
+    alone = mark.startswith("~")
+    signed = mark.removeprefix("~")
+    name, turned = signed.removeprefix("-"), signed.startswith("-")
     if name in verdicts:
         v, sign = verdicts[name], -1 if turned else 1
         if v.value is None:
             raise FedgraftError(
                 "E-REPRODUCTION-ANSWER-NUMBER", f"an answer names {name}, which has no number", name=name
             )
-        if v.low is None or v.high is None:
+        if alone or v.low is None or v.high is None:
             return f"{sign * v.value:.1f}"
         low, high = sorted((sign * v.low, sign * v.high))
         return f"{sign * v.value:.1f} ({v.level:.3g} %: {low:.1f} to {high:.1f})"

@@ -72,8 +72,9 @@ class Picture(Section):
 class Answer(Section):
     """The answer in one sentence, for the verdicts it was written for; others get derived sentences instead.
 
-    Numbers are filled in: `{q1-head}` is the effect of an endpoint with its interval (`{-q1-head}`: its sign turned),
-    `{head:J=8/IID}` the mean of a cell, `{head:J=8/IID:megabytes}` of another measure than the part's.
+    Numbers are filled in: `{q1-head}` is the effect of an endpoint with its interval (`{-q1-head}`: its sign turned;
+    `{~q1-head}`: without the interval, which the figure shows), `{head:J=8/IID}` the mean of a cell,
+    `{head:J=8/IID:megabytes}` of another measure than the part's.
     """
 
     text: str
