@@ -20,6 +20,9 @@ def test_every_rate_takes_the_steps_of_torch() -> None:
     features = torch.randn(103, 6, generator=stream)
     labels = torch.randint(0, 4, (103,), generator=stream)
     start = torch.nn.Linear(6, 4)
+    with torch.no_grad():
+        start.weight.copy_(torch.randn(4, 6, generator=stream))
+        start.bias.zero_()
     rates = (0.0, 0.01, 0.1)
     weights, biases = finetune_heads(start.weight.detach(), start.bias.detach(), (features, labels), rates, 7)
     for at, rate in enumerate(rates):

@@ -59,7 +59,7 @@ def test_a_page_that_says_something_else_is_found(tmp_path: Path, monkeypatch: p
     _draw(tmp_path, np.random.default_rng(1))
     found, main = results(tmp_path), runpy.run_path(str(CHECK))["main"]
     pages = {"answers.md": answers_page(found), "claims.md": claims_page(found)}
-    turned = {name: text.replace("**supported**", "**contradicted**") for name, text in pages.items()}
+    turned = {name: text.replace("**supported", "**contradicted") for name, text in pages.items()}
     monkeypatch.setattr("sys.argv", ["verdicts.py", str(tmp_path)])
     for shown, code in ((pages, 0), *((pages | {name: turned[name]}, 1) for name in pages)):
         for name, text in shown.items():
