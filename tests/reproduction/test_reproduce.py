@@ -223,6 +223,54 @@ def test_a_rate_that_only_one_seed_bears_is_not_chosen(tmp_path: Path, monkeypat
     assert rates == {"small": 1.0, "large": 0.3} and not edge
 
 
+def test_accuracy_judges_where_a_preset_says_so_and_loss_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a larger rate the loss is worse and the accuracy better: the case that two published answers were wrong by."""
+    told = {"loss": {"0.1": 1.5, "0.3": 1.4, "1": 1.6}, "last": {"0.1": 57.0, "0.3": 58.0, "1": 60.0, "3.33": 50.0}}
+
+    def measured(folder: Path, measure: str) -> float:
+        rate = folder.name.split("lr ")[1].split(" ")[0]
+        return told[measure].get(rate, 9.0)
+
+    monkeypatch.setattr(reproduce, "carry_out", lambda work, wanted: {label: Path(label) for label in wanted})
+    monkeypatch.setattr(reproduce, "measure_of", measured)
+    for judge, best in (("loss", 0.3), ("accuracy", 1.0)):
+        tuning = f'tuning = {{ judge = "{judge}", seeds = [101, 102], rates = {{ "*" = [0.1, 0.3, 1.0] }} }}'
+        preset = parse(PRESET + tuning, "a")
+        made = Work("a", preset, "laptop", (1,), tmp_path)
+        assert reproduce.tune(made, cells(preset, "laptop", "a"))[0] == {"small": best, "large": best}
+        seeds = {config.seed for config, _ in reproduce._tries(made, made.cells).values()}
+        assert seeds == {101, 102} and not seeds & set(made.seeds)
+
+
+def test_what_chooses_is_not_measured() -> None:
+    for name in QUESTIONS:
+        for part, preset in load_question(name).parts.items():
+            if preset.tuning is None or preset.first_seed > 100:
+                continue
+            measured = set(range(preset.first_seed, preset.first_seed + preset.seeds))
+            assert not measured & set(preset.tuning.seeds), f"{name}-{part}"
+
+
+def test_an_option_set_for_every_run_is_in_every_cell() -> None:
+    preset = parse(PRESET, "a")
+    found = cells(preset, "tiny", "a", changes={"rounds": {"total": 7}, "device": "cpu"})
+    assert {(cell.config().rounds.total, cell.config().device) for cell in found} == {(7, "cpu")}
+    assert {cell.config().rounds.total for cell in cells(preset, "tiny", "a")} == {2}
+
+
+def test_numbers_of_others_stand_beside_the_documents(tmp_path: Path) -> None:
+    text = PRESET + 'others = [{ cell = "small", value = 82.0, document = "a repository" }]'
+    found = planted(tmp_path, [50.0, 51.0], [55.0, 56.0])
+    made = replace(found.work, preset=parse(text, "a"))
+    small, large = group_rows(replace(found, work=made), found.cells)
+    assert small["published by others (%)"] == "82 (a repository)" and large["published by others (%)"] == "–"
+    assert large["reported (%)"] == "12.5 (a table)"
+    with raises("E-REPRODUCTION-PRESET", preset="a"):
+        parse(text.replace('cell = "small"', 'cell = "tiny"'), "a")
+
+
 def test_runs_that_choose_a_rate_are_short_and_leave_the_test_set_alone() -> None:
     found = {cell.label: cell for cell in cells(load_preset("sparse_federated"), "paper", "a", "D")}
     cell = next(iter(found.values()))
