@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,11 +29,16 @@ def reproduce(
     formats: Annotated[str, typer.Option("--format", help="of the figures: png, and pdf or svg for papers")] = "png",
     list_: Annotated[bool, typer.Option("--list", help="every table, figure and experiment, with its name")] = False,
     read: Annotated[bool, typer.Option("--read", help="run nothing; pages from the finished runs")] = False,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="an option for every run, as device=cpu or rounds.total=5")
+    ] = None,
     answers: Annotated[bool, typer.Option("--answers", help="write the answers from the numbers there are")] = False,
 ) -> None:
     """Repeat an experiment: run what is missing, then write its tables and figures."""
+    from fedgraft.config.load import parse_overrides
     from reproduction.kept import pack, unpack
     from reproduction.preset import SCALES
+    from reproduction.question import QUESTIONS
 
     if scale not in SCALES:
         raise FedgraftError(
@@ -51,12 +56,26 @@ def reproduce(
         )
     # Digits must not take the place of real results, nor a laptop's those of a GPU.
     out = out or Path("docs/results") / ("" if scale == "laptop" else scale)
+    everywhere = parse_overrides(changes or [])
     places = {word: place for word, place in (("DATA", data), ("MODEL", model)) if place}
     try:
         if name and scale != "tiny" and (known := unpack(out / "runs.zip.xz", runs, places)):
             typer.echo(f"{known} finished runs are read from {out / 'runs.zip.xz'}")
         if name:
-            typer.echo(_one(name, scale, seeds, processes, (data, model), (runs, out), kinds, (part, read)))
+            page = _one(
+                name,
+                scale,
+                seeds,
+                processes,
+                (data, model),
+                (runs, out),
+                kinds,
+                (part, read),
+                everywhere,
+            )
+            if name not in QUESTIONS:  # a question's page is long
+                typer.echo("\n".join(line for line in page.read_text("utf-8").splitlines() if line[:1] in "|#"))
+            typer.echo(page)
         if name and scale != "tiny":
             pack(runs, out / "runs.zip.xz", places)
     except KeyboardInterrupt:
@@ -75,6 +94,7 @@ def _one(
     folders: tuple[Path, Path],
     formats: tuple[str, ...],
     which: tuple[str | None, bool],
+    changes: dict[str, Any],
 ) -> Path:
     from reproduction.page import write, write_question
     from reproduction.preset import Preset, load_preset
@@ -86,7 +106,8 @@ def _one(
 
     def work(label: str, preset: Preset, read: bool = read) -> Work:
         count = seeds or (1 if scale == "tiny" else preset.seeds)
-        return Work(label, preset, scale, tuple(range(1, count + 1)), folders[0], processes, *given, typer.echo, read)
+        measured = tuple(range(preset.first_seed, preset.first_seed + count))
+        return Work(label, preset, scale, measured, folders[0], processes, *given, typer.echo, read, changes)
 
     if name not in QUESTIONS:
         return write(carry_out(work(name, load_preset(name))), folders[1], formats)

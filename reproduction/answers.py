@@ -52,8 +52,9 @@ class Part:
             return ()
         arms = {label: self.series(label, measure) for label in self.arms(claim)}
         smallest = detectable(effect.error * effect.n**0.5, effect.n) if effect.error else math.nan
-        # A study measures once, after the last round: nothing is chosen over rounds, so nothing is asked of them.
-        seen = None if self.preset.study == "attack" else self._evaluations(list(arms))
+        # What is measured once, after the last round, is not chosen over rounds, so nothing is asked of them.
+        once = self.preset.study == "attack" or not plan.evaluations
+        seen = None if once else self._evaluations(list(arms))
         dense = None
         if plan.dense:
             names = (plan.dense, plan.start, plan.head_only)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.metrics.statistics import markdown_table
 from fedgraft.report import html
+from reproduction.answer_figure import draw_answer
 from reproduction.answers import Part, endpoints, is_accuracy, read
 from reproduction.claims import judged, said
-from reproduction.drawing.answer import Interval, Rows, answer
 from reproduction.kept import hours
-from reproduction.preset import combinations
 from reproduction.question import QUESTIONS, Endpoint, Question, document_claims, load_question
-from reproduction.reproduce import MEASURES, numbers
-from reproduction.statistics import Series, paired
-from reproduction.verdicts import CONTRADICTED, NO_RANGE, NOT_MEASURED, SUPPORTED, UNDECIDED, Verdict, judge
+from reproduction.reproduce import numbers
+from reproduction.verdicts import CONTRADICTED, NOT_MEASURED, SUPPORTED, UNDECIDED, UNMET, Verdict, judge
 
 Told = list[tuple[Endpoint, Verdict]]
 Table = list[dict[str, str]]
@@ -64,11 +62,10 @@ def _answers(out: Path, kept: Mapping[str, Mapping[str, Part]], spent: Mapping[s
         took = f"{spent[name]:.1f} hours of one core at most, " if name in spent else ""
         facts = {
             "Setting": question.setting,
-            "Confidence": confidence(told),
             "Cost": f"{took}{question.core_minutes():.0f} core-minutes planned",
             "Command": f"make reproduce NAME={name} DATA=FOLDER MODEL=FOLDER",
         }
-        figure = picture if draw(picture, name, question.title, kept[name], told) else None
+        figure = picture if draw_answer(picture, question, kept[name], told) else None
         rows, words = [_row(e, v) for e, v in told], in_words(question, kept[name], told)
         paged = (out / f"{name}.md").is_file()
         made.append(Answered(name, question.title, question.question, words, facts, rows, figure, paged))
@@ -83,8 +80,8 @@ def answers_page(found: Results) -> str:
         told = "\n".join(f"- {key}: {f'`{text}`' if key == 'Command' else text}" for key, text in one.facts.items())
         more = [f"All numbers and settings: [{one.name}]({one.name}.md)."] if one.paged else []
         rows = markdown_table(list(one.rows[0]), [_emphasised(row) for row in one.rows], with_markup=True)
-        head = [f"## {one.name.upper()} {one.title}", one.question, f"**{one.sentences}**"]
-        parts += [*head, *shown, told, *more, rows]
+        head = [f"## {one.name.upper()} {one.title}", f"**{one.sentences}**"]
+        parts += [*head, *shown, one.question, told, *more, rows]
     return "\n\n".join(parts) + "\n"
 
 
@@ -93,9 +90,9 @@ def answers_html(found: Results, path: Path) -> Path:
     sections = [
         html.section(
             f"{one.name.upper()} {one.title}",
-            f"<p>{html.safe(one.question)}</p>"
-            + html.notices([one.sentences])
+            html.notices([one.sentences])
             + (_SCROLLED.format(html.picture(one.figure, one.title)) if one.figure else "")
+            + f"<p>{html.safe(one.question)}</p>"
             + html.facts_table(one.facts)
             + html.folded("Every planned comparison", html.grid_table(one.rows)),
         )
@@ -112,21 +109,28 @@ def in_words(question: Question, parts: Mapping[str, Part], told: Told) -> str:
     """The answer that was written for these verdicts, its numbers filled in; else a sentence per primary endpoint."""
     verdicts = {e.name: v for e, v in told}
     written = question.answer
-    if written is None or any(verdicts[name].word != word for name, word in written.when.items()):
+    if written is None or not all(_begins(verdicts[name].word, word) for name, word in written.when.items()):
         return " ".join(sentence(e, v) for e, v in told if e.primary)
     return re.sub(r"\{(.+?)\}", lambda mark: _number(mark[1], parts, verdicts), written.text)
 
 
+def _begins(word: str, wanted: str) -> bool:
+    """Whether a verdict is the wanted one, of any size unless the wanted one says a size."""
+    return word == wanted or word.startswith(f"{wanted},")
+
+
 def _number(mark: str, parts: Mapping[str, Part], verdicts: Mapping[str, Verdict]) -> str:
-    """What stands for a mark of an answer: an effect with its interval, or the mean of a cell."""
-    name, turned = mark.removeprefix("-"), mark.startswith("-")
+    """What stands for a mark of an answer: an effect with its interval (`~`: alone), or the mean of a cell."""
+    alone = mark.startswith("~")
+    signed = mark.removeprefix("~")
+    name, turned = signed.removeprefix("-"), signed.startswith("-")
     if name in verdicts:
         v, sign = verdicts[name], -1 if turned else 1
         if v.value is None:
             raise FedgraftError(
                 "E-REPRODUCTION-ANSWER-NUMBER", f"an answer names {name}, which has no number", name=name
             )
-        if v.low is None or v.high is None:
+        if alone or v.low is None or v.high is None:
             return f"{sign * v.value:.1f}"
         low, high = sorted((sign * v.low, sign * v.high))
         return f"{sign * v.value:.1f} ({v.level:.3g} %: {low:.1f} to {high:.1f})"
@@ -148,112 +152,16 @@ def sentence(endpoint: Endpoint, verdict: Verdict) -> str:
     unit = "times" if endpoint.ratio else "points" if is_accuracy(endpoint.measure) else endpoint.measure
     limits = "" if verdict.low is None else f", {verdict.low:.3g} to {verdict.high:.3g}"
     behind = verdict.why.split(";")[0] if verdict.value is None else f"{verdict.value:.3g} {unit}{limits}"
-    word, _, little = verdict.word.partition(", ")
+    word, _, size = verdict.word.partition(", ")
     lead = {
         SUPPORTED: "Yes",
         CONTRADICTED: "No" if endpoint.expect == "same" else "No, the other way round",
         UNDECIDED: "Cannot be told",
-        NO_RANGE: "No range here",
         NOT_MEASURED: "Not measured yet",
+        **{unmet: f"Cannot be told ({unmet})" for unmet in UNMET},
     }.get(word, f"Not by {endpoint.margin:g} {unit} either way")
     behind = f" ({behind})" if behind else ""
-    return f"{lead}{f', {little}' if little else ''}: {endpoint.text}{behind}."
-
-
-def confidence(told: Told) -> str:
-    """How sure the primary endpoints are, in short; the table has the numbers."""
-    made = []
-    for endpoint, verdict in told:
-        if endpoint.primary:
-            met = "gate met" if all(check.met for check in verdict.gate) else "gate not met"
-            seeds = f", {verdict.seeds} seeds" if verdict.seeds else ""
-            made.append(f"{endpoint.text}: {verdict.word}{seeds}{f', {met}' if verdict.gate else ''}")
-    return "; ".join(made) + "."
-
-
-def draw(path: Path, name: str, title: str, parts: Mapping[str, Part], told: Told) -> bool:
-    """Every measured arm of the endpoints' parts, and the effects in points; False: there is nothing to show."""
-    shown, panels = _shown(told), []
-    for part, measure in shown:
-        if panel := _arms(parts[part], measure, _sized(part, told)):
-            again = [one for one, _ in shown].count(part) > 1  # one part may have several panels, by measure
-            panels.append(replace(panel, title=f"{panel.title}: {panel.unit}") if again else panel)
-    seen = [(e, v) for e, v in told if v.low is not None and not e.ratio and is_accuracy(e.measure)]
-    if seen:
-        names = _differences([e for e, _ in seen], parts)
-        effects = {name: (v.value, v.low, v.high) for name, (_, v) in zip(names, seen, strict=True)}
-        asked, unit = "What was asked (grey: too small to matter)", "difference in percentage points"
-        margins, bars = [e.margin for e, _ in seen], "intervals of the table"
-        panels.append(Rows(asked, unit, effects, margins=margins, bars=bars))  # type: ignore[arg-type]
-    if panels:
-        seeds = sorted({parts[part].preset.seeds for part, _ in shown})
-        answer(path, panels, f"{title}\n{' or '.join(map(str, seeds))} seeds; make reproduce NAME={name}")
-    return bool(panels)
-
-
-def _shown(told: Told) -> list[tuple[str, str]]:
-    """Parts and measures of the endpoints that are accuracies, the primary ones first."""
-    found = [(e.part, e.measure) for primary in (True, False) for e, _ in told if e.primary == primary]
-    return [(part, measure) for part, measure in dict.fromkeys(found) if is_accuracy(measure)]
-
-
-def _sized(part: str, told: Told) -> bool:
-    """Whether bytes are asked for, and so belong to the arms."""
-    return any(e.part == part and e.measure == "megabytes" for e, _ in told)
-
-
-def _arms(part: Part, measure: str, sized: bool) -> Rows | None:
-    gate = part.preset.gate
-    lines = {"start": gate.start, "head only": gate.head_only}
-    levels = {word: number[0] for word, cell in lines.items() if (number := _interval(part.series(cell, measure)))}
-    values = {}
-    for label in map("/".join, combinations(part.preset, "laptop")):
-        if label not in lines.values() and (number := _interval(part.series(label, measure))):
-            mean, low, high = number
-            megabytes = numbers(part.series(label, "megabytes")) if sized else []
-            bytes_ = f" ({megabytes[0]:,.0f} MB)" if megabytes else ""
-            # Student's interval knows nothing of percentages.
-            values[label.replace("/", ", ") + bytes_] = mean, max(low, 0.0), min(high, 100.0)
-    return Rows(part.preset.title, _unit(part, measure), values, levels) if values else None
-
-
-def _unit(part: Part, measure: str) -> str:
-    return part.numbers.get("titles", {}).get(measure) or MEASURES.get(measure, measure)
-
-
-def _differences(asked: Sequence[Endpoint], parts: Mapping[str, Part]) -> list[str]:
-    """What each effect is; two of the same cells say which measure they are of."""
-    names = [_difference(e) for e in asked]
-    return [
-        name if names.count(name) == 1 else f"{name}: {_unit(parts[e.part], e.measure)}"
-        for name, e in zip(names, asked, strict=True)
-    ]
-
-
-def _difference(endpoint: Endpoint) -> str:
-    """What an effect is: left minus right, with what both share said once."""
-    said, minus = _named(endpoint.left, endpoint.right), ""
-    if endpoint.minus:
-        minus = f" minus the same, {_named(*endpoint.minus)[1]}"
-    found = " minus ".join(said[0]) + (f", {said[1]}" if said[1] else "")
-    return (f"({found}){minus}" if minus else found) + f" ({endpoint.part.replace('_', ' ')})"
-
-
-def _named(left: str, right: str) -> tuple[tuple[str, str], str]:
-    """What differs between two cells, and what they share."""
-    pairs = list(zip(left.split("/"), right.split("/"), strict=True))
-    apart = [pair for pair in pairs if pair[0] != pair[1]]
-    mine, theirs = (", ".join(levels) for levels in zip(*apart, strict=True))
-    return (mine, theirs), ", ".join(a for a, b in pairs if a == b)
-
-
-def _interval(series: Series) -> Interval | None:
-    """The mean over seeds with Student's 95 % interval; without a spread the number alone."""
-    effect = paired(series)
-    if effect is None:
-        return None
-    low, high = effect.interval() if effect.judgeable else (effect.value, effect.value)
-    return effect.value, low, high
+    return f"{lead}{f', {size}' if size else ''}: {endpoint.text}{behind}."
 
 
 def _row(endpoint: Endpoint, verdict: Verdict) -> dict[str, str]:
@@ -271,7 +179,7 @@ def _row(endpoint: Endpoint, verdict: Verdict) -> dict[str, str]:
         "effect": effect,
         "smallest that matters": f"{endpoint.margin:g}",
         "verdict": verdict.word,
-        "why": "gate not met" if verdict.word == NO_RANGE else verdict.why or "–",
+        "why": "gate not met" if verdict.word in UNMET else verdict.why or "–",
         "gate": "; ".join(map(str, verdict.gate)) or "–",
     }
 
@@ -326,21 +234,25 @@ def _intro(found: Results) -> str:
 _SCROLLED = '<div class="scroll" style="max-height: none"><div style="min-width: 34rem">{}</div></div>'
 """On a narrow screen a figure keeps a size at which it can be read; it is never cut below, as long tables are."""
 _TITLE = "Six questions, answered"
-_INTRO = """**Words.** J: local steps between two averagings. N_c: classes that each client holds (IID: all of them). s:
-shards of one class that each client holds. Head: the last linear layer. Dense: every weight of the block trains. Gate:
-what an experiment must show before it counts (range between its arms, evaluations, room above the start). Brackets say
-the level of their interval; those of primary endpoints are corrected and hold together.
+_INTRO = """Each answer is a sentence and a figure: effects first, with their numbers and verdicts; blue is supported,
+orange contradicted, grey decides nothing because its gate is not met (too noisy, or at a floor or ceiling). Setting and
+table follow.
 
-The plan is [the protocol](protocol.md), committed before the runs; what changed later, gates among it, is at its end
-with its date. The documents' claims are in [an appendix](claims.md). A start without training is among the arms of
-some parts, and then the range is from there.{took}
-Primary endpoints of all questions are corrected together by Holm, also those that were not measured. Made by
-`python -m reproduction --answers` from `q1/numbers.json` to `q6/numbers.json` alone."""
+**Words.** J: local steps between two averagings. N_c: classes that each client holds (IID: all of them). s: shards of
+one class that each client holds, so s=2 is two classes. Ridge head: the last layer, made from sums over the clients'
+features and not trained. Dense: every weight of the block trains. Fed-SB: LoRA of which only the small middle matrix
+trains. Gate: what an experiment must show before it counts. Brackets are intervals; those of primary endpoints are
+corrected and hold together.
+
+The plan is [the protocol](protocol.md), committed before the runs; what changed later is at its end with its date, and
+the [report](../report/README.md) tells the story in four pages. The documents' claims are in
+[an appendix](claims.md).{took}
+Made by `python -m reproduction --answers` from `q1/numbers.json` to `q6/numbers.json` alone."""
 _ALONE = "It also writes `answers.html`, the same as one file that opens without a network (built, not committed)."
 _APPENDIX = """# What the five documents claim
 
 Every empirical claim, in the document's own setting and in ours. Verdicts by the rule of the [protocol](protocol.md),
-one by one and not corrected; "smallest that matters" is the margin of "same" and of "but less than", and "range between
+one by one and not corrected; "smallest that matters" is the margin of "same" and of the sizes, and "range between
 arms" what the experiment spans (from a start without training or a deliberately weak arm, where its part has one) and
-what it needs to count: "no range here" means that this is too little to trust a verdict. Made by
-`python -m reproduction --answers`."""
+what it needs to count. Effects are printed whether or not that is met: "too noisy" has range but too few seeds for
+their spread, "floor or ceiling" has too little range. Made by `python -m reproduction --answers`."""

@@ -22,7 +22,7 @@ from fedgraft.core.files import read_metrics
 from reproduction.question import QUESTIONS
 from reproduction.runs import dispersion
 
-WHOLE = ("config.toml", "run.json", "summary.json", OUTCOME)
+WHOLE = ("config.toml", "run.json", "summary.json", OUTCOME, "finetuned.json")
 SERIES = ("round", "accuracy", "loss", "personal", "balanced_accuracy", "bytes_up", "bytes_down")
 _OLDEST = (1980, 1, 1, 0, 0, 0)  # one time for all, so that equal runs make equal files
 

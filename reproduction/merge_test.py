@@ -33,6 +33,8 @@ from reproduction.statistics import paired
 
 STRATEGIES = ("least_sensitive", "random", "most_sensitive")
 RULES = ("sum", "mean", "ties", "dare")
+COEFFICIENTS = (0.1, 0.25, 0.5, 0.75, 1.0)
+"""What the sum is multiplied by, as task arithmetic tunes it; 1 is the sum itself, one over tasks the mean."""
 TASKS: Mapping[str, tuple[str, ...]] = {
     "pacs": ("partition.kind=by_site", "partition.clients=4", "data.source=parquet"),
     "halves": (
@@ -87,6 +89,11 @@ def measured(setup: RunSetup, opened: OpenRun, state: ServerState, start: Tensor
     for rule, edit in merged(edits, setup.config.seed).items():
         all_ = [accuracy(start + edit, k) for k in clients]
         found[rule] = {"accuracy": all_, "additivity": (sum(all_) - sum(base)) / gain if gain > 0 else float("nan")}
+    total = edits.sum(0)
+    found["swept"] = {}
+    for coefficient in COEFFICIENTS:
+        merged_accuracy = [accuracy(start + coefficient * total, k) for k in clients]
+        found["swept"][f"{coefficient:g}"] = (sum(merged_accuracy) - sum(base)) / len(base)
     return found
 
 
@@ -151,6 +158,21 @@ def summary(rows: Sequence[tuple[str, float, int, Mapping[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def swept(rows: Sequence[tuple[str, float, int, Mapping[str, Any]]]) -> str:
+    """Points gained by the sum of all edits times a coefficient, means over seeds; empty where it was not measured."""
+    lines = ["| rate | strategy | seeds | gain alone | " + " | ".join(f"x {c:g}" for c in COEFFICIENTS) + " |"]
+    lines.append("|" + "---|" * (4 + len(COEFFICIENTS)))
+    for rate in dict.fromkeys(row[1] for row in rows):
+        for strategy in STRATEGIES:
+            mine = [r for name, lr, _, r in rows if (name, lr) == (strategy, rate) and "swept" in r]
+            if not mine:
+                continue
+            kept = [_spread([r["swept"][f"{c:g}"] for r in mine]) for c in COEFFICIENTS]
+            alone = _spread([r["gain"] for r in mine])
+            lines.append(f"| {rate:g} | {strategy} | {len(mine)} | {alone} | {' | '.join(kept)} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
 def _spread(values: Sequence[float], digits: int = 1) -> str:
     """Mean ± standard deviation."""
     found = summarise(values)
@@ -175,10 +197,13 @@ def main(
                 told = [f"model.name={json.dumps(model)}", f"seed={seed}", f"local.lr={rate}", *place, *(more or [])]
                 config = load(None, [*BASE, *TASKS[tasks], f"trainable.sparse.strategy={strategy}", *told])
                 rows.append((strategy, rate, seed, one(config, out / f"{tasks}-{strategy}-{rate:g}-{seed}")))
-                (out / f"{tasks}.md").write_text(f"{summary(rows)}\n\n{table(rows)}\n", encoding="utf-8")
+                (out / f"{tasks}.md").write_text(
+                    f"{summary(rows)}\n\n{swept(rows)}\n\n{table(rows)}\n", encoding="utf-8"
+                )
                 typer.echo(table(rows[-1:]).splitlines()[-1])
     typer.echo(table(rows))
     typer.echo(summary(rows))
+    typer.echo(swept(rows))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from fedgraft.report.html import rows_csv
 from fedgraft.runs.folder import RunFolder
 from reproduction import claims, rounds
 from reproduction import figures as reproduce_figures
-from reproduction.preset import Cell, cells, names
+from reproduction.preset import Cell, Reported, Tuning, cells, names
 from reproduction.question import keep, load_question
 from reproduction.reproduce import Found, numbers, with_rate
 from reproduction.runs import curve, measure_of
@@ -89,7 +89,8 @@ def group_rows(found: Found, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """One row per cell: our number with its spread, the reported ones, the difference to the baseline, traffic."""
     preset = found.work.preset
     scores = {cell.levels[-1]: series for cell in cells if (series := found.measured(cell.label, preset.measure))}
-    reported = {cell.label: _reported(found, cell.label) for cell in cells}
+    reported = {cell.label: _reported(preset.reported, cell.label) for cell in cells}
+    others = {cell.label: _reported(preset.others, cell.label) for cell in cells}
     rows = []
     for cell in cells:
         level = cell.levels[-1]
@@ -113,6 +114,8 @@ def group_rows(found: Found, cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 row[found.title(more)] = _spread(series)
         if any(reported.values()):
             row["reported (%)"] = reported[cell.label] or "–"
+        if any(others.values()):
+            row["published by others (%)"] = others[cell.label] or "–"
         rows.append(row | _traffic(found, cell))
     return _filled(rows)
 
@@ -130,8 +133,8 @@ def _spread(series: Series) -> str:
     return f"{stats.mean:{form}} ± {stats.std:{form}}" + (f" ({missing} missing)" if missing else "")
 
 
-def _reported(found: Found, label: str) -> str:
-    return "; ".join(f"{r.value:g} ({r.document})" for r in found.work.preset.reported if r.cell == label)
+def _reported(published: Sequence[Reported], label: str) -> str:
+    return "; ".join(f"{r.value:g} ({r.document})" for r in published if r.cell == label)
 
 
 def _traffic(found: Found, cell: Cell) -> dict[str, str]:
@@ -247,7 +250,7 @@ def _markdown(
     if preset.tuning is not None:
         there = {level for cell in found.cells for level in cell.levels}  # a scale may leave arms out
         parts.append(
-            "Learning rates were chosen on validation after the last round, with seed 0, which is not used below."
+            _how_tuned(preset.tuning)
             + "".join(
                 f" {level} takes that of {other}." for level, other in preset.tuning.like.items() if level in there
             )
@@ -273,6 +276,16 @@ def _markdown(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _how_tuned(tuning: Tuning) -> str:
+    """What chose the learning rates: the metric, and seeds that are not measured."""
+    metric = "accuracy" if tuning.judge == "accuracy" else "loss"
+    seeds = ", ".join(map(str, tuning.seeds))
+    many = "seeds" if len(tuning.seeds) > 1 else "seed"
+    used = "are not" if len(tuning.seeds) > 1 else "is not"
+    chosen = f"Learning rates were chosen by validation {metric} after the last round"
+    return f"{chosen}, with {many} {seeds}, which {used} used below."
+
+
 def _gated(found: Found) -> str:
     """The protocol's gate in words: for the arm that differs most surely from the baseline, and sharing or dense."""
     preset = found.work.preset
@@ -285,7 +298,7 @@ def _gated(found: Found) -> str:
     shared = (of[plan.sharing[0]], of[plan.sharing[1]]) if plan.sharing else None
     checks = gate(arms, smallest, min(trained, default=0), dense, shared)
     unmet = [str(check) for check in checks if not check.met]
-    word = "met" if not unmet else "not met, so there is **no range here** to call algorithms equal in"
+    word = "met" if not unmet else "not met, so nothing can be called equal here"
     return f"Gate of the protocol: {word}. " + "; ".join(map(str, checks)) + "."
 
 

@@ -23,7 +23,9 @@ from fedgraft.config.options import Section
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.registry import listed_algorithms
 
-_WORDS = "test|best|last|personal|finetuned|balanced|megabytes|spread|dispersion|rounds_to|seconds"
+_WORDS = (
+    "test|best|last|personal|finetuned|balanced|megabytes|spread|dispersion|rounds_to|seconds|correlation|self_weight"
+)
 Measure = Annotated[str, Field(pattern=rf"^({_WORDS}|seconds:\w+|at:\d+)$")]
 Kind = TypeVar("Kind", bound=Section)
 PRESETS = Path(__file__).parent / "presets"
@@ -61,7 +63,7 @@ class Scale(Section):
 
 
 class Tuning(Section):
-    """Learning rates that are tried with seed 0, judged by validation loss after the last round."""
+    """Learning rates that are tried with seeds of their own, judged on validation after the last round."""
 
     rates: dict[str, list[float]] = Field(min_length=1, description="by level of `axis`; `*` for the others")
     axis: str = ""
@@ -69,6 +71,8 @@ class Tuning(Section):
     like: dict[str, str] = Field({}, description="levels that take another one's rate: no common loss judges them")
     rounds: float = Field(1.0, gt=0, le=1, description="share of the rounds")
     more_seeds: dict[str, int] = Field({}, description="levels of `axis` judged with so many seeds beside seed 0")
+    judge: Literal["loss", "accuracy"] = Field("loss", description="least validation loss, or highest accuracy")
+    seeds: list[int] = Field([0], min_length=1, description="seeds that choose; none of them is measured")
 
 
 class Figure(Section):
@@ -126,6 +130,7 @@ class Gate(Section):
     start: str = Field("", description="counts among the arms of every comparison")
     head_only: str = ""
     sharing: list[str] = Field([], max_length=2, description="FedAvg, then local only")
+    evaluations: bool = Field(True, description="whether enough evaluations are asked for; not if none is chosen from")
 
     def cells(self) -> list[str]:
         """Every cell the gate names."""
@@ -141,6 +146,7 @@ class Preset(Section):
     network: Literal["vit", "resnet", "given"] = Field("vit", description="given: a folder that is an argument")
     data: Literal["cifar100", "cifar10", "ham10000-sites", "pacs"] = "cifar100"
     seeds: int = Field(3, ge=1)
+    first_seed: int = Field(1, ge=1, description="the first measured seed; a surface takes those that choose rates")
     measure: Measure = "test"
     baseline: str = ""
     shows: list[Measure] = Field([], description="further columns of its tables")
@@ -155,6 +161,7 @@ class Preset(Section):
     tuning: Tuning | None = None
     figures: list[Figure] = Field([])
     reported: list[Reported] = Field([])
+    others: list[Reported] = Field([], description="numbers that others published of the same setting")
     claims: list[Claim] = Field([])
     notes: list[str] = Field([])
     tables: dict[str, list[dict[str, Any]]] = Field({}, description="the documents' tables of settings, without runs")
@@ -171,7 +178,8 @@ class Preset(Section):
                 if axis not in axes or not set(levels) <= axes[axis]:
                     raise ValueError(f"a {what} names {axis} {levels}, and there is no such axis or level")
         known = {"/".join(levels) for levels in itertools.product(*(axis.levels for axis in self.axes))}
-        cells = [r.cell for r in self.reported] + [c for k in self.claims for c in (k.left, k.right, *k.minus) if c]
+        cells = [r.cell for r in (*self.reported, *self.others)]
+        cells += [c for k in self.claims for c in (k.left, k.right, *k.minus) if c]
         cells += self.gate.cells()
         wrong = [cell for cell in cells if cell not in known and not self.study]
         if wrong:
@@ -260,15 +268,26 @@ def combinations(preset: Preset, scale: str) -> list[tuple[str, ...]]:
     return [levels for levels in every if not _skipped(preset, levels)]
 
 
-def cells(preset: Preset, scale: str, name: str, data: str | None = None, model: str | None = None) -> list[Cell]:
-    """Every setting at a scale: base, network, scale, then levels, then what the scale says last."""
+def cells(
+    preset: Preset,
+    scale: str,
+    name: str,
+    data: str | None = None,
+    model: str | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> list[Cell]:
+    """Every setting at a scale: base, network, scale, then levels, what the scale says last, and the user's changes.
+
+    `model` is the folder of a ViT and takes the place of the one that the scale names.
+    """
     chosen: Scale = preset.scales[scale]  # type: ignore[index]
     data_source = _TINY_DATA if scale == "tiny" else source(preset, data)
     start: dict[str, Any] = {"name": name, "data": data_source, "workers": 1}  # runs go side by side, not clients
-    given = {"model": {"name": model}} if model and preset.network == "given" and scale != "tiny" else {}
+    # A ResNet is drawn, not loaded, so MODEL says nothing of it.
+    named = bool(model) and scale != "tiny" and preset.network in ("given", "vit")
+    given = {"model": {"name": model}} if named else {}
     for part in (
         _NETWORKS["resnet" if preset.network == "resnet" else "vit"][scale],
-        given,
         preset.base,
         chosen.config,
     ):
@@ -278,7 +297,8 @@ def cells(preset: Preset, scale: str, name: str, data: str | None = None, model:
         table = start
         for axis, level in zip(preset.axes, levels, strict=True):
             table = merge(table, axis.levels[level])
-        table = _without_foreign_options(merge(table, chosen.then), said)
+        table = _without_foreign_options(merge(merge(table, chosen.then), given), said)
+        table = merge(table, changes or {})
         central = bool(table.pop("central", False))
         if central:
             table["name"] = f"{table['name']}-central"

@@ -35,6 +35,8 @@ KEPT = (
     "seconds",
     "seconds:aggregate",
     "dispersion",
+    "correlation",
+    "self_weight",
 )
 """Measures whose numbers are kept for every cell."""
 
@@ -47,17 +49,36 @@ class Endpoint(Claim):
     row: int = 0
     document: str = ""
     primary: bool = True
+    short: str = Field("", max_length=60, description="its name in the figure of the answer; empty: not drawn there")
+
+
+class Picture(Section):
+    """What an answer's figure shows below the effects: cells of one part, on real axes."""
+
+    part: str
+    title: str = ""
+    measure: str = Field("", description="default: the part's")
+    where: dict[str, str] = Field({}, description="only cells with these levels")
+    leave: list[str] = Field([], description="levels that are not drawn")
+    panels: str = Field("", description="the axis with a panel for each level")
+    x: str = Field("", description="an axis with numbers or names, `megabytes`, or nothing: a row for each cell")
+    lines: str = Field("", description="the axis with a line for each level")
+    best_over: str = Field("", description="the axis of which the best level is shown")
+    log: bool = False
+    xlabel: str = ""
+    ylabel: str = ""
 
 
 class Answer(Section):
-    """The answer in words, for the verdicts it was written for; other verdicts get derived sentences instead.
+    """The answer in one sentence, for the verdicts it was written for; others get derived sentences instead.
 
-    Numbers are filled in: `{q1-head}` is the effect of an endpoint with its interval (`{-q1-head}`: its sign turned),
-    `{head:J=8/IID}` the mean of a cell, `{head:J=8/IID:megabytes}` of another measure than the part's.
+    Numbers are filled in: `{q1-head}` is the effect of an endpoint with its interval (`{-q1-head}`: its sign turned;
+    `{~q1-head}`: without the interval, which the figure shows), `{head:J=8/IID}` the mean of a cell,
+    `{head:J=8/IID:megabytes}` of another measure than the part's.
     """
 
     text: str
-    when: dict[str, str] = Field(min_length=1, description="verdicts by endpoint")
+    when: dict[str, str] = Field(min_length=1, description="verdicts by endpoint, or how they begin")
 
 
 class Question(Section):
@@ -67,6 +88,7 @@ class Question(Section):
     question: str
     setting: str = Field("", description="data, network and numbers that all parts share, in a sentence")
     answer: Answer | None = None
+    picture: Picture | None = None
     parts: dict[str, Preset] = Field(min_length=1)
     endpoints: list[Endpoint] = Field(min_length=1)
 
@@ -74,6 +96,8 @@ class Question(Section):
     def _cells_exist(self) -> Question:
         for endpoint in self.endpoints:
             check_cells(self, endpoint.name, endpoint.part, [endpoint.left, endpoint.right, *endpoint.minus])
+        if self.picture is not None and self.picture.part not in self.parts:
+            raise ValueError(f"the picture names the part {self.picture.part!r}; there are {', '.join(self.parts)}")
         known = {endpoint.name for endpoint in self.endpoints}
         if self.answer and (strange := set(self.answer.when) - known):
             raise ValueError(

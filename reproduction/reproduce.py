@@ -57,6 +57,8 @@ class Work:
     report: Report = print
     read: bool = False
     """Run nothing: what the finished runs show."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Options that differ from the preset's in every cell, such as `device`."""
 
     @property
     def target(self) -> float | None:
@@ -66,7 +68,7 @@ class Work:
     @property
     def cells(self) -> list[Cell]:
         """Every setting that can be run."""
-        return cells(self.preset, self.scale, self.name, self.data, self.model)
+        return cells(self.preset, self.scale, self.name, self.data, self.model, self.changes)
 
     @property
     def command(self) -> str:
@@ -165,11 +167,11 @@ def with_rate(config: Config, rate: float | None) -> Config:
 
 
 def tune(work: Work, every: Sequence[Cell]) -> tuple[dict[str, float], list[str]]:
-    """By cell the learning rate with the least validation loss after the last round; and the cells left at an end.
+    """By cell the learning rate that is best on validation after the last round; and the cells left at an end.
 
-    The best round would not do: where training harms, that is the start, whatever the rate. Nor would accuracies,
-    which differ by less than their noise in short runs, or test images, which these runs do not touch. A best rate at
-    an end of its list is tried against a further one.
+    The best round would not do: where training harms, that is the start, whatever the rate. Nor would test images,
+    which these runs do not touch. Parts of the first protocol are judged by the loss, later ones by the accuracy they
+    are measured by. A best rate at an end of its list is tried against a further one.
     """
     tuning = work.preset.tuning
     if tuning is None:
@@ -180,7 +182,10 @@ def tune(work: Work, every: Sequence[Cell]) -> tuple[dict[str, float], list[str]
     edge: list[str] = []
     for _ in range(1 + WIDENED):
         done = carry_out(work, _tries(work, every, rates))
-        best = {label: _least(label, rates[label], done, _tuning_seeds(work, cell)) for label, cell in tuned.items()}
+        best = {
+            label: _least(label, rates[label], done, _tuning_seeds(work, cell), tuning.judge)
+            for label, cell in tuned.items()
+        }
         wider = {label: widen(rates[label], best[label]) for label in tuned}
         edge = [label for label in tuned if wider[label] != rates[label]]
         if not edge:
@@ -189,13 +194,25 @@ def tune(work: Work, every: Sequence[Cell]) -> tuple[dict[str, float], list[str]
     return {label: best[at] for label, at in owner.items() if at in best}, edge
 
 
-def _least(label: str, rates: Sequence[float], done: Mapping[str, Path], seeds: Sequence[int]) -> float:
-    """The rate with the least loss, the mean over tuning seeds; a run that failed or diverged is worse than any."""
-    losses = {}
+def _least(
+    label: str, rates: Sequence[float], done: Mapping[str, Path], seeds: Sequence[int], judge: str = "loss"
+) -> float:
+    """The best rate by the mean over tuning seeds; a run that failed or diverged is worse than any.
+
+    `judge`: "loss", the least one, or "accuracy", the highest. Of equally good rates the first of the list is taken.
+    """
+    costs = {}
     for rate in rates:
-        tried = [measure_of(done[name], "loss") if (name := _try(label, rate, s)) in done else None for s in seeds]
-        losses[rate] = sum(math.inf if loss is None else loss for loss in tried)
-    return min(losses, key=lambda rate: losses[rate])
+        total = 0.0
+        for seed in seeds:
+            name = _try(label, rate, seed)
+            measured = measure_of(done[name], "last" if judge == "accuracy" else "loss") if name in done else None
+            if measured is None:
+                total = math.inf
+            else:
+                total += -measured if judge == "accuracy" else measured
+        costs[rate] = total
+    return min(costs, key=lambda rate: costs[rate])
 
 
 def _try(label: str, rate: float, seed: int) -> str:
@@ -207,7 +224,9 @@ def _tuning_seeds(work: Work, cell: Cell) -> list[int]:
     tuning = work.preset.tuning
     assert tuning is not None
     more = tuning.more_seeds.get(level_of(work.preset, cell, tuning.axis), 0) if tuning.axis else 0
-    return [TUNING_SEED, *(FURTHER_SEEDS + i for i in range(0 if work.scale == "tiny" else more))]
+    if work.scale == "tiny":
+        return tuning.seeds[:1]
+    return [*tuning.seeds, *(FURTHER_SEEDS + i for i in range(more))]
 
 
 def _tries(work: Work, every: Sequence[Cell], rates: Mapping[str, Sequence[float]] | None = None) -> Wanted:

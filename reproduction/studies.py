@@ -174,7 +174,16 @@ def settings(work: Work) -> Found:
 
 
 Adjust = Callable[[Work, Sequence[Cell], Mapping[str, float]], list[Cell]]
-WHOLE: dict[str, Callable[[Work], Found]] = {"attack": attack, "settings": settings}
+
+
+def known(work: Work) -> Found:
+    """Models per client, fine-tuned at a rate of each arm's own, and what their mixtures know of shared classes."""
+    from reproduction.known import known as carry_out_known
+
+    return carry_out_known(work)
+
+
+WHOLE: dict[str, Callable[[Work], Found]] = {"attack": attack, "settings": settings, "known": known}
 _ADJUST: dict[str, Adjust] = {"matched": matched}
 
 

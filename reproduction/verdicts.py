@@ -2,9 +2,13 @@
 
 The rule, for an effect with its interval [low, high] and the margin d, the smallest effect that matters:
 
-- "no range here" where the experiment's gate is not met, whatever the numbers;
-- `more` (`less`, with signs turned): "supported" if low > 0, "contradicted" if high < 0, with "but less than d" where
-  the interval lies within (-d, d); else "equivalent within d" if it does, else "undecided";
+- where the experiment's gate is not met the effect is printed, and the word says why it decides nothing: "too noisy"
+  where arms span at least five margins, so that only the spread over seeds is too large for them; "floor or ceiling"
+  where they span less, or where dense training or sharing does not rise; "too few evaluations" where a best round is
+  chosen from fewer than eight;
+- `more` (`less`, with signs turned): "supported" if low > 0, "contradicted" if high < 0, and its size: "at least d"
+  where the whole interval lies beyond d, "below d" where it lies within (-d, d), else "size undecided"; neither:
+  "equivalent within d" if the interval lies within (-d, d), else "undecided";
 - `same`: "supported" if -d < low and high < d, "contradicted" if low > d or high < -d, else "undecided";
 - a fact, which does not vary over seeds, is compared as it is: no interval and no p;
 - fewer than two seeds, or no spread over seeds that was not declared a fact: "undecided"; no numbers: "not measured".
@@ -18,22 +22,20 @@ pages (tests/unit/reproduction). Other claims are not corrected, and say so.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedgraft.core.errors import FedgraftError
 from reproduction.statistics import ALPHA, Effect, Series, paired
 
-SUPPORTED, CONTRADICTED, EQUIVALENT, UNDECIDED, NO_RANGE = (
-    "supported",
-    "contradicted",
-    "equivalent within",
-    "undecided",
-    "no range here",
-)
+SUPPORTED, CONTRADICTED, EQUIVALENT, UNDECIDED = ("supported", "contradicted", "equivalent within", "undecided")
+TOO_NOISY, FLOOR, TOO_FEW = ("too noisy", "floor or ceiling", "too few evaluations")
+UNMET = (TOO_NOISY, FLOOR, TOO_FEW)
+"""Words for a gate that is not met."""
 NOT_MEASURED = "not measured"
 RANGE, POINTS, EVALUATIONS = 5.0, 5.0, 8
+_RANGE, _EVALUATIONS = "range between worst and best arm", "evaluations"
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,9 @@ def gate(
     """
     means = [m for series in arms.values() if not math.isnan(m := _mean(series))]
     span = max(means) - min(means) if len(means) > 1 else math.nan
-    checks = [Check("range between worst and best arm", span, RANGE * detectable)]
+    checks = [Check(_RANGE, span, RANGE * detectable)]
     if evaluations is not None:
-        checks.append(Check("evaluations", evaluations, EVALUATIONS))
+        checks.append(Check(_EVALUATIONS, evaluations, EVALUATIONS))
     if dense is not None:
         checks.append(Check("dense above its start", _gap(dense.dense, dense.start), POINTS))
         checks.append(Check("dense above head-only", _gap(dense.dense, dense.head_only), dense.lead))
@@ -177,9 +179,10 @@ def _chance(claim: Claim) -> float:
 
 def _verdict(claim: Claim, alpha: float, p: float, decided: bool, corrected: bool) -> Verdict:
     effect = claim.effect
-    if unmet := [str(check) for check in claim.gate if not check.met]:
-        return Verdict(NO_RANGE, why="; ".join(unmet))
+    unmet = [check for check in claim.gate if not check.met]
     if effect is None:
+        if unmet:
+            return Verdict(_unmet_word(claim, unmet), why="; ".join(map(str, unmet)))
         return Verdict(NOT_MEASURED)
     if isinstance(effect, Fact):
         gap = effect.value - effect.against
@@ -195,7 +198,21 @@ def _verdict(claim: Claim, alpha: float, p: float, decided: bool, corrected: boo
     if effect.missing:
         why += f", without seed {', '.join(map(str, effect.missing))}"
     value, bottom, top = (effect.natural(x) for x in (effect.value, low, high))
+    if unmet:
+        why = f"gate not met: {'; '.join(map(str, unmet))}; {why}"
+        return Verdict(_unmet_word(claim, unmet), value, bottom, top, level, effect.n, None, why)
     return Verdict(_word(claim, low, high), value, bottom, top, level, effect.n, p, why)
+
+
+def _unmet_word(claim: Claim, unmet: Sequence[Check]) -> str:
+    """What a gate lacks: seeds that agree, arms that differ, or evaluations to choose a round from."""
+    names = {check.name: check for check in unmet}
+    if _RANGE in names:
+        spans_enough = names[_RANGE].measured >= RANGE * claim.margin
+        return TOO_NOISY if spans_enough else FLOOR
+    if set(names) == {_EVALUATIONS}:
+        return TOO_FEW
+    return FLOOR
 
 
 def _cut(claim: Claim, value: float, low: float, high: float) -> tuple[float, float]:
@@ -216,8 +233,18 @@ def _word(claim: Claim, low: float, high: float) -> str:
     below, above = high <= 0, low >= 0
     if above or below:
         word = SUPPORTED if above == (claim.expect == "more") else CONTRADICTED
-        return f"{word}, but less than {claim.margin:g}" if inside else word
+        return f"{word}, {_size(claim, low if above else -high, inside)}"
     return f"{EQUIVALENT} {claim.margin:g}" if inside else UNDECIDED
+
+
+def _size(claim: Claim, nearest: float, inside: bool) -> str:
+    """How large a decided effect is; `nearest` is the limit of its interval that is closer to the line."""
+    factor = "a factor of " if isinstance(claim.effect, Effect) and claim.effect.ratio else ""
+    if inside:
+        return f"below {factor}{claim.margin:g}"
+    if nearest >= claim.room:
+        return f"at least {factor}{claim.margin:g}"
+    return "size undecided"
 
 
 def _mean(series: Series) -> float:

@@ -56,7 +56,7 @@ def smallest_seen(x: np.ndarray) -> float:
 
 
 def unmet(part: Numbers, plan: Numbers, asked: Numbers, x: np.ndarray) -> str:
-    """The conditions of the gate that do not hold."""
+    """The word for a gate that is not met, empty where it is."""
     gate, measure = plan.get("gate", {}), asked.get("measure", "test")
     if measure.partition(":")[0] not in ACCURACY:
         return ""
@@ -72,16 +72,18 @@ def unmet(part: Numbers, plan: Numbers, asked: Numbers, x: np.ndarray) -> str:
             arms.append(name)
     means = [np.mean(list(found.values())) for arm in arms if (found := by_seed(part, arm, measure))]
     span = max(means) - min(means) if len(means) > 1 else math.nan
-    said = [] if span >= 5 * smallest_seen(x) else [f"range {span:.3g}, needs {5 * smallest_seen(x):.3g}"]
-    if plan.get("study") != "attack" and min(part["cells"][arm]["evaluations"] for arm in arms) < 8:
-        said.append("fewer than eight evaluations")
+    if not span >= 5 * smallest_seen(x):
+        return "too noisy" if span >= 5 * asked.get("margin", 1.0) else "floor or ceiling"
+    flat = False
     if "dense" in gate:
-        for other in ("start", "head_only"):
-            if not gap(part, gate["dense"], gate[other], measure) >= 5:
-                said.append(f"dense above {other}: {gap(part, gate['dense'], gate[other], measure):.3g}, needs 5")
-    if "sharing" in gate and not (shared := gap(part, *gate["sharing"], measure)) > 0:
-        said.append(f"FedAvg above local-only: {shared:.3g}")
-    return "; ".join(said)
+        flat = any(not gap(part, gate["dense"], gate[other], measure) >= 5 for other in ("start", "head_only"))
+    if "sharing" in gate:
+        flat = flat or not gap(part, *gate["sharing"], measure) > 0
+    if flat:
+        return "floor or ceiling"
+    chosen = plan.get("study") != "attack" and gate.get("evaluations", True)
+    few = chosen and min(part["cells"][arm]["evaluations"] for arm in arms) < 8
+    return "too few evaluations" if few else ""
 
 
 def gap(part: Numbers, left: str, right: str, measure: str) -> float:
@@ -113,8 +115,17 @@ def word(x: np.ndarray, asked: Numbers, decided: bool | None, alpha: float) -> s
     inside = -room <= low and high <= room
     if sure:
         said = "supported" if (mean > 0) == (asked.get("expect", "more") == "more") else "contradicted"
-        return f"{said}, but less than {margin:g}" if inside else said
+        return f"{said}, {size(low if mean > 0 else -high, inside, room, asked)}"
     return f"equivalent within {margin:g}" if inside else "undecided"
+
+
+def size(nearest: float, inside: bool, room: float, asked: Numbers) -> str:
+    """How large a decided effect is, from the limit that is nearer to the line."""
+    factor = "a factor of " if asked.get("ratio") else ""
+    matters = f"{factor}{asked.get('margin', 1.0):g}"
+    if inside:
+        return f"below {matters}"
+    return f"at least {matters}" if nearest >= room else "size undecided"
 
 
 def fact(part: Numbers, asked: Numbers) -> str | None:
@@ -131,7 +142,8 @@ def fact(part: Numbers, asked: Numbers) -> str | None:
     if distance == 0:
         return f"equivalent within {margin:g}"
     said = "supported" if (distance > 0) == (asked.get("expect", "more") == "more") else "contradicted"
-    return f"{said}, but less than {margin:g}" if abs(distance) <= margin else said
+    held = {"margin": margin}
+    return f"{said}, {size(abs(distance), abs(distance) <= margin, margin, held)}"
 
 
 def asked_of(plans: Numbers) -> dict[str, tuple[str, str, Numbers]]:
@@ -160,8 +172,9 @@ def verdicts(out: Path) -> dict[str, tuple[Numbers, str]]:
             found[name] = asked, "not measured"
         elif len(x) < 2 or x.std() == 0:
             found[name] = asked, "undecided"
-        elif unmet(part, plans[question]["parts"][where], asked, x):
-            found[name] = asked, "no range here"
+        elif lacking := unmet(part, plans[question]["parts"][where], asked, x):
+            found[name] = asked, lacking
+            print(f"{name}: {x.mean():+.4g} over {len(x)} seeds: {lacking}")
         else:
             left[name] = (x, asked)
     primary = [name for name, (_, _, asked) in every.items() if asked.get("primary", True)]

@@ -106,7 +106,16 @@ NORMED = {
     "fedavg/batch norm, head": batch_norm("fedavg", trainable=head()),  # statistics outside the space
     "fednova/batch norm, last block": batch_norm("fednova", trainable=last_blocks(1)),  # some in, some out
 }
-SIMILARITIES = ("cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "constant", "rsa")
+SIMILARITIES = (
+    "cka_shuffled",
+    "cka_rbf",
+    "cka_debiased",
+    "covariance",
+    "probe_cka",
+    "label_histogram",
+    "constant",
+    "rsa",
+)
 ROBUST = (
     "median",
     "trimmed_mean",

@@ -8,6 +8,7 @@ SVCCA and CKA compare two networks on the same examples: row r must be the same 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import torch_stream
 
 RANK_GUARD = 1e-6  # directions with a smaller share of the largest singular value are rounding noise
 TIE = 1e-6  # dissimilarities of float32 features that differ by less are equal
@@ -262,6 +264,20 @@ def _by_signature(signature: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return similarity
 
 
+def shuffled_cka(representations: Representations) -> Tensor:
+    """Return linear CKA after each client's rows were put into a random order of its own.
+
+    A control: what is left of CKA when no row of one client belongs to a row of another. The order follows from the
+    rows themselves, so it is another one for every client and round, whatever place the client has in the list.
+    """
+    shuffled = []
+    for rows in representations:
+        digest = hashlib.blake2b(rows.to(torch.float64).contiguous().numpy().tobytes(), digest_size=7).digest()
+        order = torch.randperm(len(rows), generator=torch_stream(int.from_bytes(digest), "shuffled rows"))
+        shuffled.append(_signature_linear(rows[order]))
+    return _all_pairs(shuffled)
+
+
 def constant_similarity(representations: Representations, c: float = 1.0) -> Tensor:
     """Return 1 on the diagonal and c elsewhere: the control that shows the effect of self-weighting alone."""
     if not 0 <= c <= 1:
@@ -285,6 +301,7 @@ def shared_class_similarity(counts: Representations) -> Tensor:
 
 SIMILARITIES: Mapping[str, Callable[..., Tensor]] = {
     "cka_linear": _by_signature(_signature_linear),
+    "cka_shuffled": shuffled_cka,  # a control for cka_linear
     "cka_rbf": _by_signature(lambda x, fraction=1.0: _centred(_rbf(x, fraction))),
     "cka_debiased": _by_signature(_signature_debiased),
     "covariance": _by_signature(_signature_covariance),  # needs neither paired rows nor equal numbers of them

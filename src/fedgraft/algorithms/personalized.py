@@ -23,6 +23,7 @@ from fedgraft.local.adaptive_start import AdaptiveStart
 
 Similarity = Literal[
     "cka_linear",
+    "cka_shuffled",
     "cka_rbf",
     "cka_debiased",
     "covariance",
@@ -153,8 +154,8 @@ def fedshibu(
     Unlike the source: a similarity is multiplied by the other client's number of images.
 
     Args:
-        similarity: how clients are compared; groups: 1 with a class in common, else 0; learned: the self-weight
-            that is best on images each client sets aside
+        similarity: how clients are compared; cka_shuffled: a control, CKA with rows in random orders; groups: 1 with
+            a class in common, else 0; learned: the self-weight that is best on images each client sets aside
         constant: similarity=constant: the similarity of any two clients
         samples: images each client represents itself by
         absent: model of the clients outside the cohort: their own, or the mean of the others
@@ -184,8 +185,8 @@ def fedavg_crsm(
     Unlike the source: a similarity is multiplied by the other client's number of images.
 
     Args:
-        similarity: how clients are compared; groups: 1 with a class in common, else 0; learned: the self-weight
-            that is best on images each client sets aside
+        similarity: how clients are compared; cka_shuffled: a control, CKA with rows in random orders; groups: 1 with
+            a class in common, else 0; learned: the self-weight that is best on images each client sets aside
         constant: similarity=constant: the similarity of any two clients
         samples: images each client represents itself by
         absent: model of the clients outside the cohort: their own, or the mean of the others

@@ -54,6 +54,10 @@ def test_two_halves_of_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         if sum(gain) > 0:
             assert found[rule]["additivity"] == pytest.approx(kept / sum(gain))
     assert -1 <= found["cosine"] <= 1
+    half = (sum(found["mean"]["accuracy"]) - sum(found["base"])) / 2
+    whole = (sum(found["sum"]["accuracy"]) - sum(found["base"])) / 2
+    assert found["swept"]["0.5"] == pytest.approx(half) and found["swept"]["1"] == pytest.approx(whole)
+    assert merge_test.swept([("random", 0.1, 0, found)]).count("\n") == 2
     monkeypatch.setattr(merge_test, "run_setup", lambda *_: pytest.fail("run again"))
     assert json.dumps(merge_test.one(load(None, told), tmp_path / "run")) == json.dumps(found)  # NaN is not NaN
     assert merge_test.table([("random", 0.1, 0, found)]).count("\n") == 2
@@ -66,6 +70,7 @@ def test_the_summary_pairs_strategies_by_seed() -> None:
 
     rows = [row("least_sensitive", s, 0.5 + 0.1 * s) for s in range(3)]
     rows += [row("random", s, 0.3 + 0.1 * s + 0.01 * (s == 2)) for s in range(3)]
+    assert merge_test.swept(rows) == ""  # runs of before the sweep have none
     told = merge_test.summary(rows)
     assert "| 0.01 | least_sensitive | 3 | 6.0 ± 1.0 | 60.0 ± 10.0 % |" in told and "most_sensitive" not in told
     assert "| 0.01 | random | +19.7 (95 %: +18.2 to +21.1; 3 seeds) |" in told  # 20, 20, 19: t = 4.303, error 1/3

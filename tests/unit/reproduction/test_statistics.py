@@ -185,7 +185,9 @@ def rule(claim: Claim, found: Verdict) -> str:
         return "supported" if -d <= low and high <= d else "contradicted" if low > d or high < -d else "undecided"
     inside = -d <= low and high <= d
     if low >= 0 or high <= 0:
-        return ("supported" if low >= 0 else "contradicted") + (f", but less than {d:g}" if inside else "")
+        nearest = max(low, -high)
+        size = f"below {d:g}" if inside else f"at least {d:g}" if nearest >= d else "size undecided"
+        return ("supported" if low >= 0 else "contradicted") + f", {size}"
     return f"equivalent within {d:g}" if inside else "undecided"
 
 
@@ -210,9 +212,10 @@ def test_interval_p_and_verdict_never_contradict() -> None:
             assert seen == (found.p <= 2 * ALPHA), (claim, found)
             assert found.value is not None and found.low is not None and found.low <= found.value <= (found.high or 0)
             words.add((claim.expect, found.word))
-    every = {*itertools.product(("more", "less", "same"), ("supported", "contradicted", "undecided"))}
-    small = ("equivalent within 1", "supported, but less than 1", "contradicted, but less than 1")
-    assert words == every | {*itertools.product(("more", "less"), small)}
+    sizes = ("at least 1", "size undecided", "below 1")
+    decided = [f"{word}, {size}" for word in ("supported", "contradicted") for size in sizes]
+    same = {("same", word) for word in ("supported", "contradicted", "undecided")}
+    assert words == same | {*itertools.product(("more", "less"), (*decided, "undecided", "equivalent within 1"))}
 
 
 def test_holm_is_the_definition() -> None:
@@ -261,9 +264,9 @@ def test_facts_get_no_p() -> None:
     cases = [
         (Fact(10.2, 10.0), "same", 0.5, "supported"),
         (Fact(11.0, 10.0), "same", 0.5, "contradicted"),
-        (Fact(1.2, 1.0), "more", 0.1, "supported"),
-        (Fact(1.2, 1.0), "less", 0.1, "contradicted"),
-        (Fact(1.2, 1.0), "more", 0.3, "supported, but less than 0.3"),
+        (Fact(1.2, 1.0), "more", 0.1, "supported, at least 0.1"),
+        (Fact(1.2, 1.0), "less", 0.1, "contradicted, at least 0.1"),
+        (Fact(1.2, 1.0), "more", 0.3, "supported, below 0.3"),
         (Fact(0.0), "more", 0.3, "equivalent within 0.3"),
         (Fact(0.0), "same", 0.3, "supported"),
     ]
@@ -284,7 +287,7 @@ def test_what_cannot_be_judged_is_undecided_and_spoils_nothing_else() -> None:
     found = judge(claims)
     assert [found[name].word for name in ("none", "one", "flat")] == ["not measured", "undecided", "undecided"]
     assert found["flat"].p is None and "said to be a fact" in found["flat"].why
-    assert found["good"] == judge({"good": good})["good"] and found["good"].word == "supported"
+    assert found["good"] == judge({"good": good})["good"] and found["good"].word == "supported, at least 1"
     assert "without seed 2" in found["gap"].why
     with raises("E-REPRODUCTION-SMALLEST-EFFECT", least=0):
         Claim(None, "same", 0.0)
@@ -319,9 +322,21 @@ def test_gate_by_hand() -> None:
 def test_without_range_nothing_is_said_of_a_difference(expect: str) -> None:
     claim = Claim(of(3.0, 3.1, 2.9), expect, 9.0, primary=True, gate=(MET, UNMET))  # type: ignore[arg-type]
     found = judge({"a": claim})["a"]
-    assert (found.word, found.p, found.low) == ("no range here", None, None)
-    assert found.why == "range: 4, needs at least 5"
-    assert judge({"a": Claim(claim.effect, "more", 1.0, gate=(MET,))})["a"].word == "supported"
+    assert (found.word, found.p) == ("floor or ceiling", None)
+    assert found.value == pytest.approx(3.0) and found.low is not None and found.low < 3.0  # shown all the same
+    assert found.why.startswith("gate not met: range: 4, needs at least 5; ")
+    assert judge({"a": Claim(claim.effect, "more", 1.0, gate=(MET,))})["a"].word == "supported, at least 1"
+
+
+@pytest.mark.parametrize(
+    ("span", "evaluations", "word"),
+    [(40.0, 9, "too noisy"), (4.0, 9, "floor or ceiling"), (90.0, 7, "too few evaluations")],
+)
+def test_a_gate_says_how_it_fails(span: float, evaluations: int, word: str) -> None:
+    """The same spread over seeds: too noisy where arms are far apart, floor or ceiling where they are not."""
+    arms = {"a": series([50.0, 50.0]), "b": series([50.0 + span, 50.0 + span])}
+    claim = Claim(of(3.0, 9.0, -2.0), "more", 1.0, gate=gate(arms, 10.0, evaluations))
+    assert judge({"a": claim})["a"].word == word
 
 
 def test_an_endpoint_without_range_helps_no_other_through_holm() -> None:
