@@ -19,7 +19,7 @@ from fedgraft.core.files import read_metrics, without_timing
 from fedgraft.core.store import write_cached
 from fedgraft.models.export import atomic_folder
 from fedgraft.models.folders import read_json
-from fedgraft.report import html as report
+from fedgraft.report import run_page as report
 from fedgraft.runs import loop as running
 from fedgraft.runs import reporting
 from fedgraft.runs.engines import Engines

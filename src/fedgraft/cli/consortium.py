@@ -13,6 +13,7 @@ from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
+    from fedgraft.consortium.release import Release
     from fedgraft.consortium.site_faults import Finding
 
 
@@ -140,6 +141,43 @@ def worth(
         for site in sites:
             echo(f"{site.name}: {site.verdict}, federated minus alone {site.gain}")
     typer.echo(f"written: {page}")
+
+
+def release(
+    run: Annotated[Path, typer.Argument(help="the run folder of a finished simulation")],
+    rules: Annotated[Path | None, typer.Option("--rules", help="the consortium's release.toml")] = None,
+    shadows: Annotated[
+        int, typer.Option("--shadows", min=0, help="shadow models to train for the stronger attack; each is a run")
+    ] = 4,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="folder of the page (default: RUN/release)")] = None,
+    device: DeviceName = None,
+) -> None:
+    """Write the page that is signed before a model leaves, with a verdict; exit code 1 if a rule is broken."""
+    import rich
+
+    import_runtime()
+    from fedgraft.consortium import release as releases
+    from fedgraft.consortium.release_rules import read_rules
+    from fedgraft.report import display
+
+    agreed = read_rules(rules)
+    with display.LiveProgress(rich.get_console()) as live:
+        answers = releases.ask_sites(run, shadows, lambda: live, live.print_line)
+    show_release(out or run / "release", releases.judge(run, answers, agreed))
+
+
+def show_release(out: Path, release: Release) -> None:
+    """Write the page of a release, print each rule that is not kept, and exit with 1 if one is broken."""
+    from fedgraft.consortium.release import Verdict, write_release
+
+    page = write_release(out, release)
+    for check in release.checks:
+        if check.verdict is not Verdict.PASS:
+            echo(f"{check.verdict.value}: {check.rule}, {check.site}: {check.measured}; required: {check.required}")
+    typer.echo(f"verdict: {release.verdict.value}")
+    typer.echo(f"written: {page}")
+    if release.verdict is Verdict.FAIL:
+        raise typer.Exit(1)
 
 
 def _named_runs(options: Sequence[str]) -> dict[str, Path]:

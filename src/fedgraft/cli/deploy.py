@@ -31,6 +31,7 @@ for _command in (
     coordinator.status,
     queries.evaluate,
     queries.compare,
+    queries.release,
     coordinator.stop,
     node.local,
     coordinator.app,

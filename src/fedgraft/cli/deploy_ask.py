@@ -153,3 +153,47 @@ def compare(
     for line in lines:
         typer.echo(line)
     typer.echo(f"written: {folder / RESULT_FILE}")
+
+
+def release(
+    fed: Fed,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="the run folder of a finished run of this federation")],
+    rules: Annotated[Path | None, typer.Option("--rules", help="the consortium's release.toml")] = None,
+    rare: Annotated[
+        list[str] | None, typer.Option("--rare", help="a class that is looked at apart; may be repeated")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="folder of the page (default: RUN/release)")] = None,
+    wait: Wait = 30.0,
+) -> None:
+    """Coordinator: write the page that is signed before a model leaves, from counts of every node; nobody trains."""
+    from fedgraft.cli.consortium import show_release
+    from fedgraft.config.load import to_toml
+    from fedgraft.consortium.release import judge
+    from fedgraft.consortium.release_rules import read_rules
+    from fedgraft.core.errors import FedgraftError
+    from fedgraft.deploy.coordinator import run_task
+    from fedgraft.deploy.evaluate import config_for_any_model
+    from fedgraft.deploy.folder import open_federation
+    from fedgraft.deploy.release import RESULT_FILE, answers_of
+    from fedgraft.runs.predict import predictor
+
+    agreed = read_rules(rules)
+    federation = open_federation(fed)
+    predictor(run)  # refuses what is no model, before any node is asked
+    config = config_for_any_model(federation.config)
+    folder = federation.path / "releases" / run.resolve().name
+    typer.echo(f"config of the request: {config.fingerprint}")
+    typer.echo("a node with a policy answers if it agrees to this config and allows the action membership")
+    settings = {"model": str(run.absolute()), "release": "1", "rare": "\n".join(rare or [])}
+    with phase("nodes count the losses of their images"):
+        run_task(federation, folder, wait, task="evaluate", config=to_toml(config), **settings)
+    result = json.loads((folder / RESULT_FILE).read_text())
+    for number, reason in result["refused"].items():
+        typer.echo(f"{federation.names[int(number)]} did not answer: {reason}", err=True)
+    if not result["clients"]:
+        raise FedgraftError(
+            "E-CLI-NO-ANSWER",
+            "no node answered the request for a release",
+            "ask the owners to allow the action 'membership' and this config",
+        )
+    show_release(out or run / "release", judge(run, answers_of(result, federation.names), agreed))

@@ -27,7 +27,8 @@ def policy(
         Path | None, typer.Option("--check", help="a policy.toml to check the config against; nothing is written")
     ] = None,
     allow: Annotated[
-        list[str] | None, typer.Option("--allow", help="also answer: preflight, evaluate, comparison (as sums)")
+        list[str] | None,
+        typer.Option("--allow", help="also answer: preflight, evaluate, comparison, membership (as sums)"),
     ] = None,
 ) -> None:
     """Node: print a safe policy for a config (or a federation's folder), or which rules of yours it breaks."""
@@ -44,10 +45,10 @@ def policy(
         _check_policy(check, config, algorithm)
         return
     for action in allow or ():
-        if action not in {"preflight", "evaluate", "comparison"}:
+        if action not in {"preflight", "evaluate", "comparison", "membership"}:
             raise FedgraftError(
                 "E-CLI-ALLOW",
-                f"--allow {action} is neither preflight, evaluate nor comparison",
+                f"--allow {action} is neither preflight, evaluate, comparison nor membership",
                 "leave it out: the actions of a run are allowed",
                 action=action,
             )

@@ -16,11 +16,12 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Inspect": ("list", "show", "compare", "verify", "profile", "selftest"),
     "Use the model": ("predict", "evaluate", "export", "edit"),
     "Plan": ("advise", "find-lr", "sweep", "attack", "partition", "options", "algorithms", "presets"),
-    "Several owners": ("preflight", "worth", "unlearn", "deploy"),
+    "Several owners": ("preflight", "worth", "unlearn", "release", "deploy"),
 }
 DEPLOY: Mapping[str, tuple[str, ...]] = {
     "Rehearse": ("local",),
-    "Coordinator": ("init", "register", "server", "preflight", "submit", "status", "evaluate", "compare", "stop"),
+    "Coordinator": ("init", "register", "server", "preflight", "submit", "status", "stop"),
+    "Ask the nodes": ("evaluate", "compare", "release"),
     "Data owner": ("key", "policy", "trust", "node", "audit", "ledger", "clean"),
     "Keys and certificates": ("fingerprint", "revoke", "renew"),
 }
@@ -50,6 +51,7 @@ EXAMPLES: Mapping[str, str] = {
     "presets": "fedgraft presets demo > mine.toml",
     "preflight": "fedgraft preflight mine.toml",
     "worth": "fedgraft worth runs/mine-1a2b3c4d --metric balanced_accuracy",
+    "release": "fedgraft release runs/mine-1a2b3c4d --rules release.toml",
     "unlearn": "fedgraft unlearn runs/mine-1a2b3c4d --client north --dry-run",
     "edit save": "fedgraft edit save runs/mine-1a2b3c4d mine.edit",
     "edit apply": "fedgraft edit apply mine.edit --model nano --to adapted --scale 0.5",
@@ -71,6 +73,7 @@ EXAMPLES: Mapping[str, str] = {
     "--claim xrays",
     "deploy preflight": "fedgraft deploy preflight federation",
     "deploy evaluate": "fedgraft deploy evaluate federation runs/mine-1a2b3c4d",
+    "deploy release": "fedgraft deploy release federation runs/mine-1a2b3c4d --rare melanoma",
     "deploy compare": "fedgraft deploy compare federation runs/mine-1a2b3c4d runs/mine-5e6f7a8b",
     "deploy submit": "fedgraft deploy submit federation",
     "deploy status": "fedgraft deploy status federation",

@@ -148,7 +148,7 @@ def safe_policy(
         also = (*also, "scores")
     if algorithm.privacy.collects_sum:
         shown = [action for action in wanted if action in clear_actions(config, algorithm)]
-        hidden = ("scores", "counts", "comparison")
+        hidden = ("scores", "counts", "comparison", "membership")
         in_the_clear = tuple(name for name in dict.fromkeys((*shown, *also)) if name not in hidden)
     return Policy(
         config=config.fingerprint,

@@ -154,13 +154,16 @@ def _make_transport(grid: Any, settings: Mapping[str, str]) -> NodeTransport:
 def _run_query(
     task: str, config: Config, folder: Path, engine: FlowerEngine, settings: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Run a task without training: a preflight, an evaluation, or a comparison of two models."""
-    from fedgraft.deploy import compare, evaluate, preflight
+    """Run a task without training: a preflight, an evaluation, a comparison of two models, or a release."""
+    from fedgraft.deploy import compare, evaluate, preflight, release
 
     if task == preflight.ACTION:
         return preflight.collect_preflight(config, folder, engine)
     if settings.get("other"):
         return compare.compare_on_nodes(config, folder, engine, settings.get("model", ""), settings["other"])
+    if settings.get("release"):
+        rare = [name for name in settings.get("rare", "").split("\n") if name]
+        return release.ask_nodes(config, folder, engine, settings.get("model", ""), rare)
     metrics = [name for name in settings.get("metrics", "").split(",") if name]
     return evaluate.evaluate_on_nodes(config, folder, engine, settings.get("model", ""), metrics)
 

@@ -343,7 +343,9 @@ def agreed_policies(config: Config, owner: Policy | None, task: str = "") -> tup
     if algorithm.privacy.answers_only_accounted and not owner_allows:
         raise Refused("the run is private, and no noise covers an evaluation", "actions")
     implied = Policy(
-        secure=algorithm.privacy.collects_sum, in_the_clear=("evaluate",), actions=("evaluate", "scores", "comparison")
+        secure=algorithm.privacy.collects_sum,
+        in_the_clear=("evaluate",),
+        actions=("evaluate", "scores", "comparison", "membership"),
     )
     if owner is None:
         return (implied,)

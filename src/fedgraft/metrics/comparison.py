@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgraft.core.device import fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.label_sets import ABSENT, PRESENT, UNKNOWN, are_label_sets, exact_matches
 from fedgraft.metrics import scores
@@ -180,7 +181,7 @@ def _one_against_rest(labels: Tensor, classes: int) -> Tensor:
 def _scores(logits: Tensor, label_sets: bool) -> Array:
     """Return what images are ranked by, float64 (n, C), as in the metrics: equal up to rounding is equal."""
     if label_sets:
-        clean = logits.detach().cpu().double().nan_to_num(0.0, posinf=1e30, neginf=-1e30)
+        clean = fetch(logits.detach()).double().nan_to_num(0.0, posinf=1e30, neginf=-1e30)
         return scores.rounded(clean).numpy()
     return scores.log_odds(logits).numpy()
 

@@ -14,6 +14,7 @@ from fedgraft.client.actions.evaluation import held_out_images, requested_split,
 from fedgraft.client.context import ClientContext, empty_response, model_vector
 from fedgraft.client.request_checks import require_tensor
 from fedgraft.core.client_memory import ClientMemory
+from fedgraft.core.device import fetch
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Network
 from fedgraft.metrics.comparison import comparison_sums, implausible_comparison, layouts
@@ -35,7 +36,7 @@ def compare_models(request: Request, context: ClientContext, smallest: int) -> d
     for vector in (model_vector(request), request.auxiliary[OTHER]):
         context.load_model(vector)
         both.append(logits_of(context.network, examples, rows))
-    return comparison_sums(both[0], both[1], examples.labels[rows].cpu(), smallest)
+    return comparison_sums(both[0], both[1], fetch(examples.labels[rows]), smallest)
 
 
 def _answer(
