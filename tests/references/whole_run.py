@@ -118,8 +118,8 @@ class WholeRun:
                 progress=fg.Silent(),
                 workers=1,
                 callbacks=(self.listener,),
-                model_=self.options,
-                rounds_={"fraction": 0.67},
+                head=self.options,
+                fraction=0.67,
             )
         if self.trains:
             return {"common": named(self.listener.last, self.result.network)}

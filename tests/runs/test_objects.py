@@ -62,7 +62,8 @@ def fedavg(**slots: Any) -> fg.Algorithm:
 
 
 def adapt(folder: Path | str | None, algorithm: fg.Algorithm | None = None, **options: Any) -> fg.Result:
-    return fg.run(algorithm or fedavg(), model(), clients(), rounds=2, folder=folder, workers=1, **options)
+    options = {"rounds": 2, **options}
+    return fg.run(algorithm or fedavg(), model(), clients(), folder=folder, workers=1, **options)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_a_path_may_be_text_and_no_folder_is_a_temporary_one(result: fg.Result, 
 
 
 def test_further_options_are_tables_of_the_config(tmp_path: Path) -> None:
-    untested = adapt(tmp_path / "run", rounds_={"evaluate_every": 1, "test": False}, model_={"head": "random"})
+    untested = adapt(tmp_path / "run", rounds={"total": 2, "evaluate_every": 1, "test": False}, head="random")
     assert [n for n, _ in untested.curve()] == [0, 1, 2] and "test" not in untested.summary
     assert untested.accuracy == untested.summary["validation"]["accuracy"]
 
@@ -331,9 +332,9 @@ def test_a_private_run_of_objects_has_its_account_and_the_refusals_of_a_config(t
     assert (account["epsilon"], account["delta"]) == (epsilon(1 / 3, 2.0, 2, 1e-5), 1e-5)
     assert account["epsilon_without_amplification"] > account["epsilon"] and account["repeatable_noise"]
     with pytest.raises(fg.FedgraftError, match="which no noise covers"):
-        adapt(tmp_path / "head", private(), model_={"head": "ridge"})
+        adapt(tmp_path / "head", private(), head="ridge")
     with raises("E-PRIVACY-SAMPLING"):
-        adapt(tmp_path / "fixed", private(), rounds_={"sampling": "fixed"})
+        adapt(tmp_path / "fixed", private(), rounds={"sampling": "fixed"})
     with pytest.raises(fg.FedgraftError, match="the noise is for 5 clients"):
         adapt(tmp_path / "others", private(clients=5))
 

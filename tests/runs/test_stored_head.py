@@ -78,9 +78,7 @@ def test_the_same_from_python(trained: Path, tmp_path: Path) -> None:
     trained_network = fg.adapted(trained).network
     algorithm = fg.fedavg(trainable=fg.last_blocks(1))
     with without_pictures():
-        result = fg.run(
-            algorithm, trained_network, parts.clients, rounds=1, folder=tmp_path / "run", model_={"head": "stored"}
-        )
+        result = fg.run(algorithm, trained_network, parts.clients, rounds=1, folder=tmp_path / "run", head="stored")
     delivered = fg.RunFolder.open(trained).summary()["validation"]["accuracy"]
     assert result.curve()[0][1] == pytest.approx(delivered, abs=1e-12)
 

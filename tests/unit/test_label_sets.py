@@ -453,7 +453,7 @@ def test_a_secure_run_trains_as_the_clear_one() -> None:
     """The same images and streams: models differ by fixed-point rounding only."""
     losses = []
     for algorithm in (fg.fedavg(), fg.secure(fg.fedavg())):
-        result = fg.run(algorithm, CNN, _clients(), rounds=2, metrics=METRICS, rounds_={"fraction": 1.0})
+        result = fg.run(algorithm, CNN, _clients(), rounds=2, metrics=METRICS, fraction=1.0)
         losses.append(result.summary["metrics"]["log_loss"]["value"])
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
 

@@ -41,6 +41,7 @@ from fedgraft.algorithms.personalized import (
     local_only,
 )
 from fedgraft.algorithms.sparse import ssfl
+from fedgraft.algorithms.typed_slots import SLOTS_HELP
 from fedgraft.algorithms.weighted import fedalign, fedawa, feddare, feddisco, fedfisher, fedties
 from fedgraft.core.registry import ALGORITHMS
 
@@ -92,6 +93,8 @@ TABLE = (
     fedlda,
     central,
 )
+for _make in TABLE:
+    _make.__doc__ = f"{_make.__doc__ or ''}\n{SLOTS_HELP}"
 ALGORITHMS |= {make.__name__: make for make in TABLE}
 __all__ = ["ALGORITHMS", "TABLE", "named", *(make.__name__ for make in TABLE)]
 

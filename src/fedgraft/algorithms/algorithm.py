@@ -14,6 +14,7 @@ from fedgraft.aggregate.clusters import Clusters
 from fedgraft.aggregate.codecs import VALUES, Codec
 from fedgraft.aggregate.server_rules import ServerRule, plain_rule
 from fedgraft.aggregate.slots import Aggregator, Mixing, Observe, Weighting, by_examples, mean
+from fedgraft.algorithms.typed_slots import TYPED, typed_local
 from fedgraft.core.capabilities import (
     NOTHING,
     Capabilities,
@@ -134,12 +135,39 @@ class Algorithm:
     """Everything that at least one part provides."""
 
     def __post_init__(self) -> None:
+        for slot, typed in TYPED.items():
+            object.__setattr__(self, slot, typed(getattr(self, slot)))
         parts = parts_of(self)
         unmet = unmet_requirements(parts)
         if unmet:
             raise _combination_error(self, unmet)
         object.__setattr__(self, "requires", required_by(parts))
         object.__setattr__(self, "provides", provided_by(parts))
+
+    def __repr__(self) -> str:
+        """Return the name and the slots that differ from plain FedAvg's, each by its name."""
+        local = self.local
+        amount = f"epochs={local.epochs}" if local.epochs is not None else f"steps={local.steps or 4}"
+        slots = [
+            f"trainable={self.trainable.kind}",
+            f"local=({amount}, batch_size={local.batch_size}, lr={self.lr:g}, {local.optimizer.name})",
+        ]
+        usual = {
+            "loss": "cross_entropy",
+            "weighting": "examples",
+            "aggregate": "mean",
+            "server": "plain",
+            "compression": "values",
+            "privacy": "clear aggregation",
+            "rounds": "synchronous rounds",
+        }
+        for slot, name in usual.items():
+            own = getattr(self, slot).name
+            if own != name:
+                slots.append(f"{slot}={own}")
+        if local.correction.name != "none":
+            slots.append(f"correction={local.correction.name}")
+        return f"{self.name}({', '.join(slots)})"
 
     @property
     def own_requirements(self) -> Capabilities:
@@ -237,7 +265,7 @@ def vary(algorithm: Algorithm, **slots: Any) -> Algorithm:
         else:
             replaced[key] = value
     if local_fields:
-        replaced["local"] = replace(replaced.get("local", algorithm.local), **local_fields)
+        replaced["local"] = replace(typed_local(replaced.get("local", algorithm.local)), **local_fields)
     return replace(algorithm, **replaced)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from fedgraft.aggregate import server_rules
 from fedgraft.aggregate.slots import mean, uniform
 from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
+from fedgraft.algorithms.typed_slots import TYPED, Slots, typed_loss
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.ranges import NotNegative, Positive, Rest, Unit, in_range
@@ -17,7 +18,7 @@ from fedgraft.local.losses import calibrated, contrastive, cross_entropy, one_vs
 from fedgraft.local.update_links import normalise
 
 
-def fedavg(**slots: Any) -> Algorithm:
+def fedavg(**slots: Unpack[Slots]) -> Algorithm:
     """McMahan et al. 2017: the mean of local updates, weighted by examples."""
     known = [name for name in Algorithm.__dataclass_fields__ if name != "name"]
     for name in slots:
@@ -31,13 +32,13 @@ def fedavg(**slots: Any) -> Algorithm:
     return Algorithm("fedavg", **specified(slots))
 
 
-def fedsgd(**slots: Any) -> Algorithm:
+def fedsgd(**slots: Unpack[Slots]) -> Algorithm:
     """FedAvg with one full-batch gradient step per client (McMahan et al. 2017)."""
     return vary(fedavg(**slots), name="fedsgd", epochs=1, steps=None, batch_size=1 << 30)
 
 
 @in_range
-def fedprox(mu: NotNegative = 0.01, **slots: Any) -> Algorithm:
+def fedprox(mu: NotNegative = 0.01, **slots: Unpack[Slots]) -> Algorithm:
     """Li et al. 2020: a squared pull towards the common model; mu=0 is FedAvg.
 
     Args:
@@ -47,7 +48,7 @@ def fedprox(mu: NotNegative = 0.01, **slots: Any) -> Algorithm:
 
 
 @in_range
-def fedlc(tau: NotNegative = 1.0, **slots: Any) -> Algorithm:
+def fedlc(tau: NotNegative = 1.0, **slots: Unpack[Slots]) -> Algorithm:
     """Zhang et al. 2022: logits calibrated by the client's class counts; equal counts make it FedAvg.
 
     Args:
@@ -57,7 +58,7 @@ def fedlc(tau: NotNegative = 1.0, **slots: Any) -> Algorithm:
 
 
 @in_range
-def fedova(positives: Literal["own", "federation"] | None = None, **slots: Any) -> Algorithm:
+def fedova(positives: Literal["own", "federation"] | None = None, **slots: Unpack[Slots]) -> Algorithm:
     """Park et al. 2025 (OvA-LP): every class against all others by its own sigmoid, made for a frozen encoder.
 
     Args:
@@ -67,7 +68,7 @@ def fedova(positives: Literal["own", "federation"] | None = None, **slots: Any) 
 
 
 @in_range
-def moon(weight: NotNegative = 1.0, temperature: Positive = 0.5, **slots: Any) -> Algorithm:
+def moon(weight: NotNegative = 1.0, temperature: Positive = 0.5, **slots: Unpack[Slots]) -> Algorithm:
     """Li et al. 2021: features move towards the common model's, away from the client's last; weight 0 is FedAvg.
 
     Args:
@@ -78,7 +79,7 @@ def moon(weight: NotNegative = 1.0, temperature: Positive = 0.5, **slots: Any) -
 
 
 @in_range
-def scaffold(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
+def scaffold(server_lr: Positive = 1.0, **slots: Unpack[Slots]) -> Algorithm:
     """Karimireddy et al. 2020: control variates; with local momentum the divisor is the true displacement.
 
     Args:
@@ -89,7 +90,7 @@ def scaffold(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
 
 
 @in_range
-def feddyn(alpha: NotNegative = 0.1, **slots: Any) -> Algorithm:
+def feddyn(alpha: NotNegative = 0.1, **slots: Unpack[Slots]) -> Algorithm:
     """Acar et al. 2021: each client's loss is regularized so that all have the same optimum.
 
     Args:
@@ -100,7 +101,7 @@ def feddyn(alpha: NotNegative = 0.1, **slots: Any) -> Algorithm:
 
 
 @in_range
-def fednova(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
+def fednova(server_lr: Positive = 1.0, **slots: Unpack[Slots]) -> Algorithm:
     """Wang et al. 2020: updates divided by each client's effective steps; equal steps make it FedAvg.
 
     Args:
@@ -110,7 +111,7 @@ def fednova(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
 
 
 @in_range
-def fedgma(agreement: Unit = 0.4, hard: bool = False, server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
+def fedgma(agreement: Unit = 0.4, hard: bool = False, server_lr: Positive = 1.0, **slots: Unpack[Slots]) -> Algorithm:
     """Tenison et al. 2023: coordinates on whose sign clients disagree move less (soft) or not at all (AND).
 
     Args:
@@ -122,7 +123,7 @@ def fedgma(agreement: Unit = 0.4, hard: bool = False, server_lr: Positive = 1.0,
 
 
 @in_range
-def fedavgm(server_lr: Positive = 1.0, beta1: Rest = 0.9, **slots: Any) -> Algorithm:
+def fedavgm(server_lr: Positive = 1.0, beta1: Rest = 0.9, **slots: Unpack[Slots]) -> Algorithm:
     """Hsu et al. 2019: momentum on the server.
 
     Args:
@@ -134,7 +135,7 @@ def fedavgm(server_lr: Positive = 1.0, beta1: Rest = 0.9, **slots: Any) -> Algor
 
 @in_range
 def fedadam(
-    server_lr: Positive = 0.01, beta1: Rest = 0.9, beta2: Rest = 0.99, tau: Positive = 1e-3, **slots: Any
+    server_lr: Positive = 0.01, beta1: Rest = 0.9, beta2: Rest = 0.99, tau: Positive = 1e-3, **slots: Unpack[Slots]
 ) -> Algorithm:
     """Reddi et al. 2021: Adam on the server.
 
@@ -149,7 +150,7 @@ def fedadam(
 
 @in_range
 def fedyogi(
-    server_lr: Positive = 0.01, beta1: Rest = 0.9, beta2: Rest = 0.99, tau: Positive = 1e-3, **slots: Any
+    server_lr: Positive = 0.01, beta1: Rest = 0.9, beta2: Rest = 0.99, tau: Positive = 1e-3, **slots: Unpack[Slots]
 ) -> Algorithm:
     """Reddi et al. 2021: Yogi on the server.
 
@@ -163,7 +164,9 @@ def fedyogi(
 
 
 @in_range
-def fedadagrad(server_lr: Positive = 0.01, beta1: Rest = 0.0, tau: Positive = 1e-3, **slots: Any) -> Algorithm:
+def fedadagrad(
+    server_lr: Positive = 0.01, beta1: Rest = 0.0, tau: Positive = 1e-3, **slots: Unpack[Slots]
+) -> Algorithm:
     """Reddi et al. 2021: Adagrad on the server.
 
     Args:
@@ -174,7 +177,7 @@ def fedadagrad(server_lr: Positive = 0.01, beta1: Rest = 0.0, tau: Positive = 1e
     return vary(fedavg(**slots), name="fedadagrad", server=server_rules.adagrad(server_lr, beta1, tau))
 
 
-def central(**slots: Any) -> Algorithm:
+def central(**slots: Unpack[Slots]) -> Algorithm:
     """Centralized training as a federation of one client, which keeps the optimizer's state between rounds."""
     return vary(
         fedavg(**slots),
@@ -185,8 +188,12 @@ def central(**slots: Any) -> Algorithm:
 
 
 def specified(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the slots that are set: those that are not None."""
-    return {name: value for name, value in slots.items() if value is not None}
+    """Return the slots that are set, those that are not None; names and tables as the objects they stand for."""
+    typed = {}
+    for name, value in slots.items():
+        if value is not None:
+            typed[name] = TYPED[name](value) if name in TYPED else value
+    return typed
 
 
 def requested_smoothing(slots: Mapping[str, Any]) -> float:
@@ -194,7 +201,9 @@ def requested_smoothing(slots: Mapping[str, Any]) -> float:
 
     Raises for any other loss, which the algorithm's own would silently replace.
     """
-    loss = slots.get("loss") or cross_entropy()
+    loss = cross_entropy()
+    if slots.get("loss") is not None:
+        loss = typed_loss(slots["loss"])
     if loss.smoothing is None:
         raise FedgraftError(
             "E-ALGORITHM-LOSS",

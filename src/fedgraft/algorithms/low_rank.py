@@ -5,25 +5,27 @@ The other aggregations of factors (`trainable.lora.aggregate`) combine with any 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from fedgraft.aggregate.codecs import codec
 from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
 from fedgraft.algorithms.averaging import fedavg, specified
+from fedgraft.algorithms.typed_slots import Slots
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.ranges import Count, Positive, Share, in_range
 from fedgraft.edit.lora import A_SUFFIX, B_SUFFIX
 from fedgraft.edit.low_rank import LowRank
 
 
-def _lora(name: str, seed: int, slots: dict[str, Any], **options: Any) -> Algorithm:
+def _lora(name: str, seed: int, slots: Mapping[str, Any], **options: Any) -> Algorithm:
     """Return FedAvg of low-rank factors, called `name`; `options` replace those of the trainable in `slots`.
 
     Raises if that trainable is not low rank; without one, the default is taken, drawn from `seed`.
     """
-    slots = specified(slots)
-    kind = slots.get("trainable") or LowRank(seed=seed)
+    own_slots = specified(slots)
+    kind = own_slots.get("trainable") or LowRank(seed=seed)
     if not isinstance(kind, LowRank):
         raise FedgraftError(
             "E-ALGORITHM-LORA-KIND",
@@ -32,18 +34,18 @@ def _lora(name: str, seed: int, slots: dict[str, Any], **options: Any) -> Algori
             algorithm=name,
             kind=kind.kind,
         )
-    slots["trainable"] = replace(kind, **options)
-    return vary(fedavg(**slots), name=name, own_kind=True)
+    own_slots["trainable"] = replace(kind, **options)
+    return vary(fedavg(**own_slots), name=name, own_kind=True)
 
 
-def fedsa_lora(seed: int = 0, **slots: Any) -> Algorithm:
+def fedsa_lora(seed: int = 0, **slots: Unpack[Slots]) -> Algorithm:
     """Guo et al. 2025: the low-rank factor A is shared, and each client keeps its own B."""
     private_b = ClientState(lambda network, name: name.endswith(B_SUFFIX), within=True)
     return vary(_lora("fedsa_lora", seed, slots), client_state=private_b)
 
 
 @in_range
-def fedsb(rank: Count | None = None, seed: int = 0, **slots: Any) -> Algorithm:
+def fedsb(rank: Count | None = None, seed: int = 0, **slots: Unpack[Slots]) -> Algorithm:
     """Singhal et al. 2025: only an r x r core between fixed factors trains: exact averages, r² numbers a layer.
 
     Args:
@@ -59,7 +61,7 @@ def fedsb(rank: Count | None = None, seed: int = 0, **slots: Any) -> Algorithm:
 
 
 @in_range
-def flexlora(ranks: tuple[Count, ...] = (2, 4, 8), seed: int = 0, **slots: Any) -> Algorithm:
+def flexlora(ranks: tuple[Count, ...] = (2, 4, 8), seed: int = 0, **slots: Unpack[Slots]) -> Algorithm:
     """Bai et al. 2024: clients of unequal ranks; the server truncates the mean product to its largest directions.
 
     Args:
@@ -73,7 +75,7 @@ def flexlora(ranks: tuple[Count, ...] = (2, 4, 8), seed: int = 0, **slots: Any) 
 
 
 @in_range
-def flasc(down: Share = 0.25, up: Share = 0.25, seed: int = 0, **slots: Any) -> Algorithm:
+def flasc(down: Share = 0.25, up: Share = 0.25, seed: int = 0, **slots: Unpack[Slots]) -> Algorithm:
     """Kuo et al. 2024: low-rank factors, of which only the largest entries are sent, in both directions.
 
     Args:
@@ -83,12 +85,12 @@ def flasc(down: Share = 0.25, up: Share = 0.25, seed: int = 0, **slots: Any) -> 
     return vary(_lora("flasc", seed, slots), download=down, compression=codec(f"top_k:{up!r}"))
 
 
-def rolora(seed: int = 0, **slots: Any) -> Algorithm:
+def rolora(seed: int = 0, **slots: Unpack[Slots]) -> Algorithm:
     """Chen et al. 2025: even rounds train B, odd ones A, so that averages are exact; half the upload."""
     return _lora("rolora", seed, slots, aggregate="alternate")
 
 
-def la_lora(seed: int = 0, **slots: Any) -> Algorithm:
+def la_lora(seed: int = 0, **slots: Unpack[Slots]) -> Algorithm:
     """Liu et al. 2026: even local steps train B, odd ones A, so that noise on both is not multiplied; made for DP.
 
     Unlike the paper's: noise is added to the clients' sum, not to each step's gradient, so there is no filter that
@@ -98,7 +100,7 @@ def la_lora(seed: int = 0, **slots: Any) -> Algorithm:
 
 
 @in_range
-def lora_fair(penalty: Positive = 0.01, seed: int = 0, **slots: Any) -> Algorithm:
+def lora_fair(penalty: Positive = 0.01, seed: int = 0, **slots: Unpack[Slots]) -> Algorithm:
     """Bian et al. 2025: mean factors, then B is corrected towards the mean of the clients' products.
 
     Unlike the paper's: squared distance in closed form instead of a cosine by gradient steps.
@@ -110,7 +112,7 @@ def lora_fair(penalty: Positive = 0.01, seed: int = 0, **slots: Any) -> Algorith
 
 
 @in_range
-def fedrpca(scale: Positive | None = None, seed: int = 0, **slots: Any) -> Algorithm:
+def fedrpca(scale: Positive | None = None, seed: int = 0, **slots: Unpack[Slots]) -> Algorithm:
     """Jhunjhunwala et al. 2025: robust PCA of the changes; the sparse part's mean is enlarged; scale 1 is FedAvg.
 
     Args:

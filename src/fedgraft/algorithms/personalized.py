@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from fedgraft.aggregate.similarity import crsm
 from fedgraft.aggregate.slots import Answers, Mixing, Observe
 from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
 from fedgraft.algorithms.averaging import fedavg, specified
+from fedgraft.algorithms.typed_slots import Slots
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
@@ -37,7 +38,7 @@ Similarity = Literal[
 """How two clients are compared: a name of `aggregate.similarity.SIMILARITIES`, or `learned` by the clients."""
 
 
-def fedbabu(**slots: Any) -> Algorithm:
+def fedbabu(**slots: Unpack[Slots]) -> Algorithm:
     """Oh et al. 2022: the body is trained and averaged, the head is frozen; fine-tuned for evaluation."""
     return vary(fedavg(**{"trainable": body(), **specified(slots)}), name="fedbabu", fixed_head=True)
 
@@ -147,7 +148,7 @@ def fedshibu(
     noise: NotNegative = 0.0,
     self_weight: Unit | None = None,
     aside: Inner = 0.2,
-    **slots: Any,
+    **slots: Unpack[Slots],
 ) -> Algorithm:
     """One body per client, mixed by representation similarity; the head is frozen. Constant 1 is FedBABU.
 
@@ -174,7 +175,7 @@ def fedshibu(
 
 @in_range
 def fedshibu_probe(
-    absent: Literal["keep", "mean"] = "keep", probe: Probe = 256, noise: NotNegative = 0.0, **slots: Any
+    absent: Literal["keep", "mean"] = "keep", probe: Probe = 256, noise: NotNegative = 0.0, **slots: Unpack[Slots]
 ) -> Algorithm:
     """FedSHIBU with CKA on images that all clients share, so that row r is the same image in both networks.
 
@@ -197,7 +198,7 @@ def fedavg_crsm(
     noise: NotNegative = 0.0,
     self_weight: Unit | None = None,
     aside: Inner = 0.2,
-    **slots: Any,
+    **slots: Unpack[Slots],
 ) -> Algorithm:
     """One model per client, head and all, mixed by representation similarity. Everything trains; constant 1 is FedAvg.
 
@@ -220,7 +221,7 @@ def fedavg_crsm(
     return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)
 
 
-def local_only(**slots: Any) -> Algorithm:
+def local_only(**slots: Unpack[Slots]) -> Algorithm:
     """Every client trains alone and shares nothing: the baseline that federated learning has to beat."""
     alone = Mixing(
         "alone",
@@ -230,14 +231,14 @@ def local_only(**slots: Any) -> Algorithm:
     return vary(fedavg(**slots), name="local_only", aggregate=alone)
 
 
-def fedper(**slots: Any) -> Algorithm:
+def fedper(**slots: Unpack[Slots]) -> Algorithm:
     """Arivazhagan et al. 2019: a common body, a private head, trained together."""
     return vary(
         fedavg(**{"trainable": everything(), **specified(slots)}), name="fedper", client_state=ClientState(is_head)
     )
 
 
-def fedrep(**slots: Any) -> Algorithm:
+def fedrep(**slots: Unpack[Slots]) -> Algorithm:
     """Collins et al. 2021: a private head trained first, then the common body.
 
     Unlike the paper's: head and body take equally many steps.
@@ -246,7 +247,7 @@ def fedrep(**slots: Any) -> Algorithm:
 
 
 @in_range
-def ditto(pull: NotNegative = 0.1, **slots: Any) -> Algorithm:
+def ditto(pull: NotNegative = 0.1, **slots: Unpack[Slots]) -> Algorithm:
     """Li et al. 2021: beside the common model each client trains its own, pulled towards it.
 
     Args:
@@ -255,7 +256,7 @@ def ditto(pull: NotNegative = 0.1, **slots: Any) -> Algorithm:
     return vary(fedavg(**slots), name="ditto", client_state=ClientState(second_model=pull))
 
 
-def fedbn(**slots: Any) -> Algorithm:
+def fedbn(**slots: Unpack[Slots]) -> Algorithm:
     """Li et al. 2021: normalisation layers, weights and statistics, stay with the clients; without any it is FedAvg."""
     return vary(
         fedavg(**{"trainable": everything(), **specified(slots)}),
@@ -271,7 +272,7 @@ def is_normalisation(network: Network, name: str) -> bool:
 
 
 @in_range
-def fedala(rate: NotNegative = 1.0, share: Share = 0.8, blocks: Count = 1, **slots: Any) -> Algorithm:
+def fedala(rate: NotNegative = 1.0, share: Share = 0.8, blocks: Count = 1, **slots: Unpack[Slots]) -> Algorithm:
     """Zhang et al. 2023: each client starts from a learned blend of its last model and the common one; rate 0: FedAvg.
 
     Unlike the paper's: evaluated with the weights learned in the round the client last trained in.
@@ -285,7 +286,7 @@ def fedala(rate: NotNegative = 1.0, share: Share = 0.8, blocks: Count = 1, **slo
 
 
 @in_range
-def ifca(clusters: Count = 2, **slots: Any) -> Algorithm:
+def ifca(clusters: Count = 2, **slots: Unpack[Slots]) -> Algorithm:
     """Ghosh et al. 2020: several common models, each client trains the one of least loss; one cluster is FedAvg.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from fedgraft.aggregate.similarity import (
 from fedgraft.aggregate.slots import Answers, Observe, Weighting, mean
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.algorithms.averaging import fedavg
+from fedgraft.algorithms.typed_slots import Slots
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.ranges import Count, NotNegative, Number, Positive, Probe, Rest, Share, in_range
@@ -41,7 +42,7 @@ def fedalign(
     freeze: NotNegative | None = None,
     sketch: Number = 0,
     seed: int = 0,
-    **slots: Any,
+    **slots: Unpack[Slots],
 ) -> Algorithm:
     """FedAlignAvg: weights n_k·s_k^γ, s_k the SVCCA of a client's hidden layers with the common model's.
 
@@ -118,7 +119,7 @@ def fedalign(
 
 
 @in_range
-def fedawa(steps: Number = 1, rate: NotNegative = 1.0, **slots: Any) -> Algorithm:
+def fedawa(steps: Number = 1, rate: NotNegative = 1.0, **slots: Unpack[Slots]) -> Algorithm:
     """Shi et al. 2025: weights that align the client updates with their sum; no steps is FedAvg.
 
     Args:
@@ -133,7 +134,7 @@ def fedawa(steps: Number = 1, rate: NotNegative = 1.0, **slots: Any) -> Algorith
 
 
 @in_range
-def fedties(share: Share = 0.2, **slots: Any) -> Algorithm:
+def fedties(share: Share = 0.2, **slots: Unpack[Slots]) -> Algorithm:
     """Yadav et al. 2023 as aggregation: largest entries, one sign per coordinate, mean of the entries that agree.
 
     Args:
@@ -143,7 +144,7 @@ def fedties(share: Share = 0.2, **slots: Any) -> Algorithm:
 
 
 @in_range
-def feddare(drop: Rest = 0.5, seed: int = 0, **slots: Any) -> Algorithm:
+def feddare(drop: Rest = 0.5, seed: int = 0, **slots: Unpack[Slots]) -> Algorithm:
     """Yu et al. 2024 as aggregation: entries dropped at random, the rest scaled up; drop 0 is FedAvg.
 
     Args:
@@ -153,7 +154,7 @@ def feddare(drop: Rest = 0.5, seed: int = 0, **slots: Any) -> Algorithm:
 
 
 @in_range
-def fedfisher(samples: Count = 32, **slots: Any) -> Algorithm:
+def fedfisher(samples: Count = 32, **slots: Unpack[Slots]) -> Algorithm:
     """Matena and Raffel 2022 as aggregation: coordinates are weighted by each client's Fisher information.
 
     Args:
@@ -163,7 +164,7 @@ def fedfisher(samples: Count = 32, **slots: Any) -> Algorithm:
 
 
 @in_range
-def feddisco(a: NotNegative = 0.5, b: NotNegative = 0.1, **slots: Any) -> Algorithm:
+def feddisco(a: NotNegative = 0.5, b: NotNegative = 0.1, **slots: Unpack[Slots]) -> Algorithm:
     """Ye et al. 2023: a client whose classes are far from evenly spread counts less; a=0, b=0 is FedAvg.
 
     The weight is max(0, p_k - a d_k + b): p_k the share of the examples, d_k the distance between the client's class

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from fedgraft.config.describe import annotation_of, describe_options, known_keys
 from fedgraft.config.options import Config
+from fedgraft.core.arguments import OTHER_NAMES
 from fedgraft.core.device_choice import AUTO
 from fedgraft.core.errors import FedgraftError
 
@@ -184,28 +185,6 @@ def _nearest_value(mistake: ErrorDetails) -> str:
 def _option_of(place: Sequence[int | str]) -> str:
     """Return the full name of an option from its place in the tables: "local.lr"."""
     return ".".join(str(part) for part in place)
-
-
-OTHER_NAMES = {
-    "learningrate": "lr",
-    "learning_rate": "lr",
-    "rate": "lr",
-    "batch": "batch_size",
-    "batchsize": "batch_size",
-    "weightdecay": "weight_decay",
-    "wd": "weight_decay",
-    "clients_per_round": "fraction",
-    "participation": "fraction",
-    "n_clients": "clients",
-    "num_clients": "clients",
-    "rounds": "total",
-    "num_rounds": "total",
-    "local_epochs": "epochs",
-    "local_steps": "steps",
-    "density": "sparsity",
-    "r": "rank",
-}
-"""Last words of options as other programs call them, and as they are called here."""
 
 
 def _unknown_options(keys: Sequence[str]) -> FedgraftError:

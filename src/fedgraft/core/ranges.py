@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args, get_or
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from fedgraft.core.arguments import named_arguments, refuse_unknown
 from fedgraft.core.errors import FedgraftError
 
 P = ParamSpec("P")
@@ -31,12 +32,15 @@ Probe = Annotated[int, Field(ge=16)]
 
 
 def in_range(make: Callable[P, T]) -> Callable[P, T]:
-    """Return the function with a check of its arguments against their annotations (ranges, choices of words)."""
+    """Return the function with a check of its arguments: their names, and annotations (ranges, choices of words)."""
     known = signature(make)
+    names = named_arguments(make)
 
     @wraps(make)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         """Convert and check the arguments, then call the function and return its result."""
+        if names is not None:
+            refuse_unknown(make.__name__, kwargs, names)
         bound = known.bind(*args, **kwargs)
         bound.arguments |= validated_numbers(make.__name__, make, bound.arguments)
         return make(*bound.args, **bound.kwargs)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedgraft.aggregate.slots import Aggregator, Answers
 from fedgraft.core import ranges
+from fedgraft.core.arguments import checked_names
 from fedgraft.core.capabilities import Capabilities, Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import pack_bits
@@ -34,6 +35,7 @@ from fedgraft.edit.trainable import (
 )
 
 
+@checked_names("lora")
 @dataclass(frozen=True)
 class LowRank:
     """Train low-rank factors beside selected linear layers; the weights of these layers are frozen."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedgraft.aggregate.slots import count_mean
 from fedgraft.core import ranges
+from fedgraft.core.arguments import checked_names
 from fedgraft.core.capabilities import Capabilities, Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import pack_bits
@@ -51,6 +52,7 @@ Active = Callable[[ServerState], Mapping[int, Tensor]]
 """The coordinates that may change in the coming round by client, as packed bits."""
 
 
+@checked_names("sparse")
 @dataclass(frozen=True)
 class Sparse:
     """Train a fraction 1 - `sparsity` of the weights in scope, chosen by `strategy`; `head` is trained whole."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgraft.core import ranges
+from fedgraft.core.arguments import checked_names
 from fedgraft.core.capabilities import Capabilities, Capability
 from fedgraft.core.device import Device, fetch, fetch_all, inputs_on, read
 from fedgraft.core.errors import FedgraftError
@@ -60,6 +61,7 @@ LARGEST_RATE = 1e4
 """Clients refuse requests with a larger learning rate."""
 
 
+@checked_names("LocalTraining")
 @dataclass(frozen=True)
 class LocalTraining:
     """How a client trains in one round: a number of steps (4 by default) or of whole epochs, and with which options."""

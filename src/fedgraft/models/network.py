@@ -121,6 +121,16 @@ class VisionNetwork(nn.Module):
             stem.mask_token = None  # only the pretraining reads it: no coordinate of this network
         self.eval()
 
+    def __repr__(self) -> str:
+        """Return one line: source, depth, width, weights, classes and image size; `backbone` shows the modules."""
+        weights = sum(parameter.numel() for parameter in self.parameters())
+        source = self.source or type(self.backbone).__name__
+        classes = f"{self.classes} classes" if self.classes else "no head yet"
+        return (
+            f"VisionNetwork({source}: {self.depth} blocks, width {self.width}, {weights:,} weights, {classes}, "
+            f"{self.image_size} px)"
+        )
+
     @property
     def config(self) -> Any:
         """The backbone's `transformers` configuration, or None."""

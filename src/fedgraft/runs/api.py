@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +20,7 @@ import rich
 from torch import nn
 
 import fedgraft.models
+from fedgraft.algorithms import ALGORITHMS, named
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.config.build import check_private, source_for_data
 from fedgraft.config.load import load, merge, to_toml, validate
@@ -37,11 +38,11 @@ from fedgraft.models.network import VisionNetwork
 from fedgraft.report.display import LiveProgress, protection_rows
 from fedgraft.runs import checkpoint
 from fedgraft.runs.adapted import Adapted, reopened
-from fedgraft.runs.callbacks import Callback
+from fedgraft.runs.callbacks import Callback, as_callbacks
 from fedgraft.runs.deliver import deliver
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.loop import run_setup
-from fedgraft.runs.predict import ModelMetrics, Prediction, Predictor, files_of
+from fedgraft.runs.predict import ModelMetrics, Prediction, Predictor, named_images
 from fedgraft.runs.setup import (
     Circumstances,
     RunParts,
@@ -91,9 +92,13 @@ class Result:
         thresholds = self.summary.get("thresholds") or {}
         return Predictor(self.network, self.classes, self.task.transform, thresholds)
 
-    def predict(self, images: str | Path | Iterable[str | Path]) -> list[Prediction]:
-        """Return labels and scores for files, folders or patterns such as "new/*.png"."""
-        return self.predictor(files_of(images))
+    def predict(self, images: Any) -> list[Prediction]:
+        """Return labels and scores for images: files, folders, patterns such as "new/*.png", or images in memory.
+
+        In memory they may be arrays or tensors, one or several, Pillow images, the bytes of an image file, or a list of
+        these.
+        """
+        return self.predictor.predict_named(named_images(images))
 
     def evaluate(self, data: Dataset | str | Path | None = None) -> ModelMetrics:
         """Return the metrics of the delivered model on labelled images, by default on the test images."""
@@ -158,41 +163,59 @@ class Result:
 
 
 def run(
-    algorithm: Algorithm | RunParts,
+    algorithm: Algorithm | RunParts | str | Callable[[], Algorithm],
     model: Any = None,
     clients: FederatedData | Sequence[Any] | None = None,
-    rounds: int = 20,
+    rounds: int | Mapping[str, Any] = 20,
     *,
     folder: str | Path | None = None,
     seed: int = 0,
+    fraction: float | None = None,
+    evaluate_every: int | None = None,
+    head: str | Mapping[str, Any] | None = None,
+    metrics: str | Sequence[str] = (),
     engine: str = "auto",
     workers: int = 0,
-    callbacks: Sequence[Callback] = (),
+    device: str = "auto",
+    callbacks: Callback | Callable[..., Any] | Sequence[Callback | Callable[..., Any]] = (),
     progress: Progress | None = None,
     augment: Sequence[str] = (),
     schedule: Schedule | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Result:
-    """Adapt the model to the clients' data. `options` are tables of the config, an underscore where the name is taken:
+    """Adapt the model to the clients' data and return the result.
 
-    `rounds_={"fraction": 0.5}`, `model_={"head": "probe"}`, `personal={...}`, `data={"resize": "squash"}`.
+    `algorithm` is what `fg.fedavg()` and its relatives return, or just the name or the function of one. `model` is what
+    `fg.model` returns or accepts, and is not changed; a head for the classes is made unless its own fits. `clients` may
+    be a list of datasets, one for each client. Instead of all three pass what `fg.load` returned.
 
-    `model` is what `fg.model` returns or accepts, and is not changed; a head for the classes is made unless its own
-    fits. `clients` may be a list of datasets, one for each client. Instead of all three pass what `fg.load` returned.
-
-    Without a folder the run is written to a temporary one, whose path is in the result. With one, an interrupted or
-    stopped run is continued, and a finished one is not run again. `callbacks` follow the run and may stop it.
-
-    `seed`, `engine` and `workers` are the config's options of these names: `engine="auto"` trains all clients in one
-    product where only a linear head is trained; `workers` is a number of processes, and with 0 a rule chooses it.
-    `augment` names training transforms in their order (`flip`, `crop`, ...), as `data.augment` does. `schedule` is the
-    table of the config (`{"kind": "cosine"}`), or a function `rate(round, rounds, validation_losses)` of your own that
-    returns the learning rate of a round, counted from 0. `progress` takes the place of the display on the terminal.
+    Args:
+        rounds: their number, or the table `rounds` of a config: {"total": 20, "patience": 3}
+        folder: where the run is written; without one a temporary folder, whose path is in the result. An interrupted or
+            stopped run there is continued, and a finished one is not run again
+        seed: of everything random
+        fraction: share of the clients in a round; default: all where the data names its owners, else half
+        evaluate_every: validation every so many rounds (5), 0: only at the end
+        head: how the head starts (ridge, probe, ncm, cof, lda, stored, random), or a table with its options:
+            {"kind": "ridge", "ridge": 0.1}
+        metrics: what is measured at the end: names of docs/metrics.md
+        engine: "auto" trains all clients in one product where only a linear head is trained
+        workers: number of processes; 0: by rule
+        device: cpu, cuda, cuda:1, ..., auto
+        callbacks: functions of a round's line, or `fg.Callback` objects; by returning `fg.StopRun` they stop the run
+        progress: takes the place of the display on the terminal
+        augment: training transforms in their order (`flip`, `crop`, ...), as `data.augment` of a config
+        schedule: the table of a config ({"kind": "cosine"}), or a function rate(round, rounds, validation_losses) of
+            your own that returns the learning rate of a round, counted from 0
+        options: other tables of a config by their names, such as personal={"evaluate": "best"},
+            data={"resize": "squash"}, select="f1:melanoma"
     """
+    callbacks = as_callbacks(callbacks)
     if isinstance(algorithm, RunParts):
         parts = algorithm
         default_folder = Path("runs") / f"{parts.config.name}-{parts.config.digest}"
         return _run_parts(parts, Path(folder or default_folder), progress, callbacks, None)
+    algorithm = as_algorithm(algorithm)
     data = _clients(clients)
     network = fedgraft.models.model(source_for_data(model, data.dataset), seed=seed)
     own_schedule: Schedule | None = None
@@ -200,7 +223,12 @@ def run(
         own_schedule = schedule
     elif schedule is not None:
         options["schedule"] = schedule
-    config = _config(algorithm, data, rounds, seed, engine, workers, options)
+    options |= {"rounds": _rounds_table(data, rounds, fraction, evaluate_every), "device": device}
+    if head is not None:
+        options["model"] = _head_table(head)
+    if metrics:
+        options["metrics"] = [metrics] if isinstance(metrics, str) else list(metrics)
+    config = _config(algorithm, data, seed, engine, workers, options)
     config = with_closed_form_head(config, algorithm)
 
     def make_network() -> VisionNetwork:
@@ -218,6 +246,49 @@ def run(
     return _run_parts(parts, Path(folder), progress, callbacks, make_network)
 
 
+def as_algorithm(algorithm: Any) -> Algorithm:
+    """Return the algorithm, built with its defaults if it is a name ("fedavg") or a function (`fg.fedavg`)."""
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    if isinstance(algorithm, str):
+        return named(algorithm)
+    if algorithm in ALGORITHMS.values():
+        made: Algorithm = algorithm()
+        return made
+    raise FedgraftError(
+        "E-RUN-ALGORITHM",
+        f"the first argument is the algorithm, and {type(algorithm).__name__} is none",
+        "fg.run(fg.fedavg(), model, clients) has them in order",
+        type=type(algorithm).__name__,
+    )
+
+
+def _rounds_table(
+    data: FederatedData, rounds: int | Mapping[str, Any], fraction: float | None, evaluate_every: int | None
+) -> dict[str, Any]:
+    """Return the table `rounds` of the config. Where the data names its owners all of them take part by default."""
+    table: dict[str, Any] = {"total": rounds}
+    if isinstance(rounds, Mapping):
+        table = dict(rounds)
+    if data.partition.names:
+        table.setdefault("fraction", 1.0)
+    if fraction is not None:
+        table["fraction"] = fraction
+    if evaluate_every is not None:
+        table["evaluate_every"] = evaluate_every
+    return table
+
+
+def _head_table(head: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table `model` of the config for how the head starts: a name, or a table whose `kind` is the name."""
+    if isinstance(head, str):
+        return {"head": head}
+    table = dict(head)
+    if "kind" in table:
+        table["head"] = table.pop("kind")
+    return table
+
+
 def _clients(clients: FederatedData | Sequence[Any] | None) -> FederatedData:
     """Return the `clients` of `run` as data divided by client; raise an error for data that is not divided."""
     if isinstance(clients, FederatedData):
@@ -225,6 +296,8 @@ def _clients(clients: FederatedData | Sequence[Any] | None) -> FederatedData:
     if isinstance(clients, list | tuple) and clients:
         return partition_of_datasets(clients)
     example = "iid(data, clients=8)"
+    if isinstance(clients, Algorithm | VisionNetwork):
+        example = "iid(data, clients=8), as the third argument"
     if isinstance(clients, Dataset) and clients.train.sites is not None:
         example = "by_site(data)"
     raise FedgraftError(
@@ -333,7 +406,6 @@ def load_parts(path: str | Path, overrides: Sequence[str] = ()) -> RunParts:
 def _config(
     algorithm: Algorithm,
     clients: FederatedData,
-    rounds: int,
     seed: int,
     engine: str,
     workers: int,
@@ -355,7 +427,6 @@ def _config(
         "workers": workers,
         "local": local,
         "partition": {"clients": clients.clients},
-        "rounds": {"total": rounds},
     }
     dp = algorithm.privacy.noise
     if dp is not None:  # the account reads the config
@@ -396,10 +467,9 @@ _WHERE_INSTEAD = {
 
 
 def _tables(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword options of `run` as tables of a config (`rounds_` is `rounds`); refuse what the objects decide."""
+    """Return keyword options of `run` as tables of a config; refuse what the objects decide."""
     tables: dict[str, Any] = {}
-    for key, value in options.items():
-        name = key.removesuffix("_")
+    for name, value in options.items():
         if name in OF_OBJECTS:
             raise FedgraftError(
                 "E-RUN-OPTION-OF-OBJECT",

@@ -1,20 +1,23 @@
 """Callbacks: code that follows a run and may stop it. Trackers, patience and checkpoints are callbacks too.
 
-Derive from `Callback` and override the events you need; `fg.run(..., callbacks=[...])` takes them. The loop calls every
-callback at every event, in this order: the config's trackers, the progress display, yours, then what saves and stops.
+Derive from `Callback` and override the events you need, or write a function of a round's line; `fg.run(...,
+callbacks=[...])` takes both. The loop calls every callback at every event, in this order: the config's trackers, the
+progress display, yours, then what saves and stops.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.config.build import budget
+from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import json_ready
 from fedgraft.core.state import ServerState
 from fedgraft.report.privacy_account import ACCOUNT_FILE
@@ -81,6 +84,53 @@ class Callback:
 
     def on_run_interrupted(self) -> None:
         """Called instead of `on_run_end` when an error or an interrupt ends the run."""
+
+
+class AfterEachRound(Callback):
+    """A plain function as a callback: called after each round with its line, and with the state if it takes two.
+
+    It may return `StopRun`; whatever else it returns is ignored.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.takes_state = len(signature(function).parameters) > 1
+
+    def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> StopRun | None:
+        """Call the function and return its `StopRun`, if it gave one."""
+        try:
+            answer = self.function(line, state) if self.takes_state else self.function(line)
+        except TypeError as error:
+            if "must derive from BaseException" not in str(error):
+                raise
+            raise FedgraftError(
+                "E-RUN-CALLBACK", "a callback raised fg.StopRun", "return it: all callbacks see the end of a round"
+            ) from error
+        if isinstance(answer, StopRun):
+            return answer
+        return None
+
+
+def as_callbacks(callbacks: Any) -> list[Callback]:
+    """Return callbacks as people pass them: one or several, `Callback` objects or plain functions."""
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, Callback) or callable(callbacks):
+        callbacks = [callbacks]
+    made: list[Callback] = []
+    for callback in callbacks if isinstance(callbacks, Iterable) else [callbacks]:
+        if isinstance(callback, Callback):
+            made.append(callback)
+        elif callable(callback) and not isinstance(callback, type):
+            made.append(AfterEachRound(callback))
+        else:
+            what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
+            raise FedgraftError(
+                "E-RUN-CALLBACK",
+                f"{what} is not a callback",
+                "give a function of a round's line, or an object of a class that derives from fg.Callback",
+            )
+    return made
 
 
 class EarlyStopping(Callback):

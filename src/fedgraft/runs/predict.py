@@ -25,6 +25,7 @@ from fedgraft.data.pixels.scans import Frames, chosen_frames, is_scan, may_be_sc
 from fedgraft.data.pixels.transforms import Transform, rule_for
 from fedgraft.data.sources import Dataset, open_path
 from fedgraft.data.sources.assemble import Store, without_unreadable
+from fedgraft.data.sources.objects import plain_image
 from fedgraft.local.features import evaluate_batch
 from fedgraft.metrics import scores
 from fedgraft.metrics.label_scores import count_label_scores
@@ -33,6 +34,7 @@ from fedgraft.metrics.sums import compute, merge_sums
 from fedgraft.models.backbones import load_network
 from fedgraft.models.export import MULTI_LABEL, read_thresholds
 from fedgraft.models.network import VisionNetwork
+from fedgraft.report.values import label
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.folder import RunFolder
 
@@ -77,6 +79,16 @@ class ModelMetrics:
     skipped: tuple[tuple[str, str], ...] = ()
     """The place of each image that cannot be read, and the reason."""
 
+    def __repr__(self) -> str:
+        """Return one line per metric over all images, with its interval; those of single classes are left out."""
+        lines = [f"ModelMetrics of {self.count} images"]
+        for name, metric in self.metrics.items():
+            if ":" not in name:
+                lines.append(f"  {label(name)}: {'undefined' if metric is None else metric}")
+        if self.skipped:
+            lines.append(f"  {len(self.skipped)} images cannot be read and are left out")
+        return "\n".join(lines)
+
     @property
     def accuracy(self) -> float:
         """The share of images whose class is predicted."""
@@ -116,10 +128,14 @@ class Predictor:
     """Which frames of a scan are images, as in training."""
 
     def __call__(self, images: Iterable[str | Path]) -> list[Prediction]:
-        """Return a prediction for each image, in order; one that cannot be read has an error instead."""
+        """Return a prediction for each image file, in order; one that cannot be read has an error instead."""
+        return self.predict_named((str(image), Path(image)) for image in images)
+
+    def predict_named(self, images: Iterable[tuple[str, Source]]) -> list[Prediction]:
+        """Return a prediction for each image and its name, in order; one that cannot be read has an error instead."""
         predictions: list[Prediction] = []
         batch: list[tuple[str, np.ndarray]] = []
-        for name, source in self._sources(images):
+        for name, source in self._frames(images):
             try:
                 batch.append((name, self.transform.rule.read(source)))
             except (Unreadable, OSError) as error:
@@ -132,21 +148,20 @@ class Predictor:
                 batch = []
         return predictions + self._predict(batch)
 
-    def _sources(self, images: Iterable[str | Path]) -> Iterator[tuple[str, Source]]:
+    def _frames(self, images: Iterable[tuple[str, Source]]) -> Iterator[tuple[str, Source]]:
         """Yield the name and the source of each image; of a scan those frames that are images."""
-        for image in images:
-            path = Path(image)
-            if self.frames == "first" or not is_scan(path):
-                yield str(image), path
+        for name, source in images:
+            if self.frames == "first" or not isinstance(source, Path) or not is_scan(source):
+                yield name, source
                 continue
             numbers = [0]
             with suppress(Unreadable, OSError):  # reading the first frame will say why
-                numbers = chosen_frames(scan_facts(path).frames, self.frames)
+                numbers = chosen_frames(scan_facts(source).frames, self.frames)
             for number in numbers:
-                name = str(image)
+                frame_name = name
                 if number:
-                    name = f"{image}, frame {number}"
-                yield name, Slice(path, number)
+                    frame_name = f"{name}, frame {number}"
+                yield frame_name, Slice(source, number)
 
     def _predict(self, batch: Sequence[tuple[str, np.ndarray]]) -> list[Prediction]:
         """Return the predictions for a batch of decoded images."""
@@ -332,6 +347,66 @@ def evaluate_run(source: Path | str, data: Dataset | Path | str | None = None) -
             path=str(source),
         )
     return Predictor(run.network, run.classes, task.transform).measure(task.test_images)
+
+
+def named_images(images: Any) -> list[tuple[str, Source]]:
+    """Return the name and the source of each image, from whatever people pass as images.
+
+    Files, folders and patterns are named by their path; images in memory (arrays, tensors, Pillow images, bytes of a
+    file, one or several) by their position: "image 0".
+    """
+    if isinstance(images, str | Path):
+        return [(str(file), file) for file in files_of(images)]
+    if isinstance(images, bytes) or hasattr(images, "convert") or _is_one_image(images):
+        images = [images]
+    if not isinstance(images, Iterable):
+        raise FedgraftError(
+            "E-RUN-PREDICT-TYPE",
+            f"a {type(images).__name__} is no image",
+            "give files, folders, arrays, tensors, Pillow images, the bytes of an image file, or a list of these",
+            type=type(images).__name__,
+        )
+    named: list[tuple[str, Source]] = []
+    for number, image in enumerate(images):
+        if isinstance(image, str | Path):
+            named += [(str(file), file) for file in files_of(image)]
+        elif isinstance(image, bytes) or hasattr(image, "convert"):
+            named.append((f"image {number}", image))
+        elif hasattr(image, "shape"):
+            named.append((f"image {number}", _pixels_of(image, number)))
+        else:
+            raise FedgraftError(
+                "E-RUN-PREDICT-TYPE",
+                f"image {number} is a {type(image).__name__}",
+                "give files, arrays, tensors, Pillow images or the bytes of an image file",
+                type=type(image).__name__,
+            )
+    return named
+
+
+def _is_one_image(value: Any) -> bool:
+    """Return whether an array or tensor is one image: grey (H, W), or with one, three or four channels at an end."""
+    shape = tuple(getattr(value, "shape", ()))
+    if len(shape) == 2:
+        return True
+    return len(shape) == 3 and (shape[2] in (1, 3, 4) or shape[0] in (1, 3))
+
+
+def _pixels_of(image: Any, number: int) -> np.ndarray:
+    """Return one array or tensor as pixels with the channels last; refuse shapes that are no image."""
+    array = plain_image(image.detach().cpu() if isinstance(image, Tensor) else np.asarray(image))
+    if array.ndim == 3 and array.shape[0] in (1, 3) and array.shape[2] not in (1, 3, 4):
+        array = np.ascontiguousarray(array.transpose(1, 2, 0))  # torch has the channels in front
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.ndim != 2 and not (array.ndim == 3 and array.shape[2] in (3, 4)):
+        raise FedgraftError(
+            "E-RUN-PREDICT-SHAPE",
+            f"image {number} has the shape {tuple(array.shape)}",
+            "give (height, width), (height, width, 3) or (3, height, width)",
+            shape=tuple(array.shape),
+        )
+    return array
 
 
 def files_of(patterns: str | Path | Iterable[str | Path]) -> list[Path]:

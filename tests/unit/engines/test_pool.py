@@ -421,7 +421,7 @@ def test_a_run_is_the_same_by_spawn_from_a_script_without_a_guard(tmp_path: Path
             model = fg.module(torch.nn.Sequential(OrderedDict(layers)), image_size=32)
             for workers in (1, 2):  # a plain network and a head that nobody is asked for: workers start once
                 folder = os.path.join(sys.argv[1], str(workers))
-                fg.run(algorithm, model, clients, 1, folder=folder, workers=workers, model_={"head": "random"})
+                fg.run(algorithm, model, clients, 1, folder=folder, workers=workers, head="random")
             """
         )
     )

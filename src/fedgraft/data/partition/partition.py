@@ -66,6 +66,11 @@ class Partition:
     names: tuple[str, ...] = ()
     """Names of the clients, where they have some; then their test rows are their own, of whatever class."""
 
+    def __repr__(self) -> str:
+        """Return kind, clients and their sizes in one line."""
+        sizes = np.diff(self.offsets)
+        return f"Partition({self.kind}: {len(sizes)} clients of {sizes.min()} to {sizes.max()} images)"
+
     def __post_init__(self) -> None:
         """Check the law."""
         _check_lists("training", self.offsets, self.rows, len(self.labels), disjoint=True)

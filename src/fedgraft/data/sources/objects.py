@@ -22,8 +22,8 @@ SAVED_FILES = ("dataset_info.json", "dataset_dict.json")
 
 
 def arrays(
-    x: Any,
-    y: Any,
+    images: Any,
+    labels: Any,
     classes: Sequence[str] | None = None,
     sites: Any = None,
     groups: Any = None,
@@ -32,9 +32,9 @@ def arrays(
 ) -> Dataset:
     """Return a dataset of images and labels in memory: bytes (or these divided by 255), or a list of images.
 
-    Labels are names or numbers; `test` is (x, y[, sites[, groups]]).
+    Labels are names or numbers; `test` is (images, labels[, sites[, groups]]).
     """
-    parts = [_part_of_arrays(x, y, sites, groups)]
+    parts = [_part_of_arrays(images, labels, sites, groups)]
     if test is not None:
         parts.append(_part_of_arrays(*test))
     return assemble("arrays", parts, classes, **options)
