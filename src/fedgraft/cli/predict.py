@@ -139,8 +139,8 @@ def export(
     run: Annotated[Path, typer.Argument(help="the run folder")],
     to: Annotated[Path, typer.Argument(help="the new folder")],
     kind: Annotated[
-        Literal["merged", "adapter", "edit"],
-        typer.Option("--as", help="the whole model, a PEFT adapter (LoRA runs), or only the edit"),
+        Literal["merged", "adapter", "edit", "onnx"],
+        typer.Option("--as", "--kind", help="the whole model, a PEFT adapter (LoRA runs), only the edit, an ONNX file"),
     ] = "merged",
     device: DeviceName = None,
 ) -> None:
@@ -152,6 +152,7 @@ def export(
     hints = {
         "merged": "load it with transformers.AutoModelForImageClassification.from_pretrained",
         "adapter": "load it with peft.PeftModel.from_pretrained on its base; README.md shows how",
+        "onnx": "README.md shows how onnxruntime reads it",
         "edit": "apply it to its base with: fedgraft edit apply",
     }
     typer.echo(f"written: {to}")

@@ -33,7 +33,29 @@ fedgraft edit inspect adapted.edit
 fedgraft edit apply adapted.edit --model {base} --to FOLDER     # FOLDER is what transformers loads
 ```
 `labels.json` names the outputs in their order."""
-_USE = {"merged": ("transformers", _LOAD), "adapter": ("peft", _LOAD_ADAPTER), "edit": ("fedgraft", _LOAD_EDIT)}
+_LOAD_ONNX = """```python
+import json
+import numpy as np
+import onnxruntime
+from PIL import Image
+
+session = onnxruntime.InferenceSession("model.onnx")
+labels = json.load(open("labels.json"))
+rule = json.load(open("preprocessor_config.json"))
+size = rule["size"].get("shortest_edge") or rule["size"]["height"]
+image = Image.open("image.png").convert("RGB").resize((size, size), rule["resample"])
+pixels = (np.asarray(image, np.float32) / 255 - rule["image_mean"]) / rule["image_std"]
+logits = session.run(None, {"pixel_values": pixels.transpose(2, 0, 1)[None].astype(np.float32)})[0]
+print(labels[logits.argmax()])
+```
+`preprocessor_config.json` says all of the preprocessing; images that are not square are resized as it says and cut to
+the middle. `transformers.AutoImageProcessor` does just that, where it is at hand."""
+_USE = {
+    "merged": ("transformers", _LOAD),
+    "adapter": ("peft", _LOAD_ADAPTER),
+    "edit": ("fedgraft", _LOAD_EDIT),
+    "onnx": ("onnx", _LOAD_ONNX),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +89,7 @@ class Card:
     def text(self, kind: str = "merged", bundled: bool = False) -> str:
         """Return the card as README.md, with the front matter that the Hub reads.
 
-        `kind` is merged, adapter or edit; `bundled`: the base lies in `base/`.
+        `kind` is merged, adapter, edit or onnx; `bundled`: the base lies in `base/`.
         """
         library, use = _USE[kind]
         front = [f"library_name: {library}", "pipeline_tag: image-classification"]

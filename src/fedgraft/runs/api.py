@@ -39,7 +39,7 @@ from fedgraft.report.display import LiveProgress, protection_rows
 from fedgraft.runs import checkpoint
 from fedgraft.runs.adapted import Adapted, reopened
 from fedgraft.runs.callbacks import Callback, as_callbacks
-from fedgraft.runs.deliver import deliver
+from fedgraft.runs.deliver import deliver, push_to_hub
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.loop import run_setup
 from fedgraft.runs.predict import ModelMetrics, Prediction, Predictor, named_images
@@ -107,8 +107,16 @@ class Result:
         return self.predictor.evaluate(data)
 
     def save_pretrained(self, folder: str | Path, kind: str = "merged") -> Path:
-        """Write a folder that `transformers` loads, or by `kind` an "adapter" or "edit"; return the folder."""
+        """Write a folder that `transformers` loads, or by `kind` an "adapter", "edit" or "onnx"; return it."""
         return deliver(self.adapted, self.summary, folder, kind, self.folder.resolve().name)
+
+    def push_to_hub(self, repository: str, kind: str = "merged", private: bool = True, token: str | None = None) -> str:
+        """Upload the adapted model to "owner/name" on the Hugging Face Hub; return the address of the commit.
+
+        The repository is made if need be, private unless you say otherwise: a model may have learned its images by
+        heart (`fedgraft release` says how far). `token` is one that may write; by default that of `hf auth login`.
+        """
+        return push_to_hub(self.adapted, self.summary, repository, kind, private, token, self.folder.resolve().name)
 
     def module(self) -> nn.Module:
         """Return the module that was passed to `fg.module`, with the adapted weights; raises for any other network."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def export_run(folder: Path | str, to: Path | str, kind: str = "merged") -> Path
 
 
 def deliver(run: Adapted, summary: Summary, to: Path | str, kind: str = "merged", name: str = "run") -> Path:
-    """Write the adapted model into the new folder `to`: the whole model (merged), an adapter, or the edit alone.
+    """Write the adapted model into the new folder `to`: the whole model (merged, onnx), an adapter, or the edit alone.
 
     `summary` is that of summary.json, for the model card; `name` is that of the run. Returns the folder.
     """
@@ -44,11 +45,11 @@ def deliver(run: Adapted, summary: Summary, to: Path | str, kind: str = "merged"
             f"choose {', '.join(KINDS)}",
             kind=kind,
         )
-    if kind != "merged" and run.network.label_sets:
+    if kind in ("adapter", "edit") and run.network.label_sets:
         raise FedgraftError(
             "E-RUN-EXPORT-KIND",
             f"a model of sets of findings cannot be exported as {kind!r}, which does not say that it is one",
-            "choose merged",
+            "choose merged or onnx",
             kind=kind,
         )
     with phase("export"):
@@ -89,7 +90,54 @@ def _edit(run: Adapted, card: Card, to: Path, name: str) -> Path:
     return to
 
 
-KINDS: dict[str, Callable[[Adapted, Card, Path, str], Path]] = {"merged": _merged, "adapter": _adapter, "edit": _edit}
+def _onnx(run: Adapted, card: Card, to: Path, name: str) -> Path:
+    """Write the adapted network as an ONNX file with its classes and preprocessing; return the folder `to`.
+
+    `name`, the run's, is not used here.
+    """
+    from fedgraft.models.onnx_file import export_onnx
+
+    preprocessor = run.setup.task.transform.preprocessor
+    return export_onnx(run.plain(), to, run.classes, preprocessor, card.text("onnx"))
+
+
+KINDS: dict[str, Callable[[Adapted, Card, Path, str], Path]] = {
+    "merged": _merged,
+    "adapter": _adapter,
+    "edit": _edit,
+    "onnx": _onnx,
+}
+
+
+def push_to_hub(
+    run: Adapted, summary: Summary, repository: str, kind: str, private: bool, token: str | None, name: str
+) -> str:
+    """Export the model and upload it to a repository of the Hugging Face Hub; return the address of the commit.
+
+    The repository is made if there is none, `private` unless told otherwise; nothing else is uploaded than the folder
+    that `deliver` writes.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    api = HfApi(token=token)
+    with tempfile.TemporaryDirectory(prefix="fedgraft-hub-") as scratch:
+        folder = deliver(run, summary, Path(scratch) / "model", kind, name)
+        try:
+            with phase("upload"):
+                api.create_repo(repository, private=private, exist_ok=True)
+                commit = api.upload_folder(
+                    repo_id=repository, folder_path=folder, commit_message=f"Upload {name}, adapted with fedgraft"
+                )
+        except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise FedgraftError(
+                "E-RUN-HUB",
+                f"the model could not be uploaded to {repository!r}: {reason}",
+                "log in with `hf auth login`, or save it with save_pretrained(...) and upload that folder",
+                repository=repository,
+            ) from error
+    return str(commit.commit_url)
 
 
 def card_of(run: Adapted, summary: Summary) -> Card:
