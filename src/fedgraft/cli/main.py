@@ -129,6 +129,9 @@ def centralized(
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(help="the run folder")],
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", min=1, help="extend the run to so many rounds in all, also a finished one")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
     device: DeviceName = None,
 ) -> None:
@@ -146,6 +149,11 @@ def resume(
             run=str(run),
         )
     record.reopen_if_damaged()
+    if rounds is not None:
+        import_runtime()
+        from fedgraft.runs.extend import extend
+
+        config = extend(run, rounds)
     _carry_out(config, run, quiet)
 
 

@@ -178,6 +178,12 @@ class RunFolder(RunRecord):
             with self._locked():
                 self._set_status("interrupted")
 
+    def become(self, config_text: str, config_digest: str) -> None:
+        """Make the folder that of a run with another config, interrupted so far; its checkpoints must belong to it."""
+        with self._locked():
+            write_text(self.path / "config.toml", config_text)
+            self._write_json("run.json", {"config_digest": config_digest, "status": "interrupted"})
+
     def finish(self, summary: Mapping[str, Any], stopped: str = "") -> None:
         """Write the final results; a run that ends without them counts as interrupted.
 
