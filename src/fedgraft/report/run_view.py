@@ -19,7 +19,8 @@ from fedgraft.core.files import flatten
 from fedgraft.report import run_tables as tables
 from fedgraft.report.charts import account_charts, bars_of_layers, run_charts
 from fedgraft.report.privacy_account import read_account
-from fedgraft.report.run_record import RunInfo, RunRecord, describe_run
+from fedgraft.report.release_view import release_sections
+from fedgraft.report.run_record import RunInfo, RunRecord, damaged_json, describe_run
 from fedgraft.report.sections import PICTURE_TYPES, Charts, Facts, Grid, Pictures, Section, Texts
 from fedgraft.report.values import (
     accuracy,
@@ -33,6 +34,7 @@ from fedgraft.report.values import (
     size,
     total_of,
 )
+from fedgraft.report.worth_view import read_worth, worth_sections
 
 _SHOWN = ("metrics", "clients", "confusion", "reliability", "class_names")  # in tables of their own
 _WARNINGS = 50  # warnings of the log on the page
@@ -114,6 +116,8 @@ def view_run(folder: RunRecord, lines: Lines | None = None, holdings: Holdings |
         Section("Share that trains", [Charts(bars_of_layers(layers), "layers")], tab="layers"),
         Section("Representations", tables.alignment(lines), tab="similarity"),
         Section("Mixing", tables.mixing(folder.path, len(counts)), tab="matrices"),
+        *worth_sections(read_worth(folder.path)),
+        *release_sections(folder.path),
         Section("Not covered by the protection", [Texts(not_covered, "list")]),
         Section("Dropped clients", [Grid(tables.dropped(lines, holdings.clients))], tab="clients"),
         Section("Warnings", [Texts(_warnings(folder.path / "log.txt"), "list")], tab="log"),
@@ -144,7 +148,7 @@ def read_holdings(folder: RunRecord) -> Holdings:
         counts = [[int(count) for count in row] for row in record["counts"]]
         return Holdings(counts, list(record["classes"]), [str(name) for name in record["clients"]])
     except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, error) from error
+        raise damaged_json(path, error) from error
 
 
 def read_trained_layers(folder: RunRecord) -> list[dict[str, Any]]:
@@ -158,14 +162,7 @@ def read_trained_layers(folder: RunRecord) -> list[dict[str, Any]]:
             layers.append({"name": str(layer["name"]), "trained": int(layer["trained"]), "of": int(layer["of"])})
         return layers
     except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> FedgraftError:
-    """Return the error for a record of a run that cannot be read."""
-    return FedgraftError(
-        "E-REPORT-DAMAGED-JSON", f"{path} is damaged ({error})", "delete it or restore the run folder", path=str(path)
-    )
+        raise damaged_json(path, error) from error
 
 
 def read_config(folder: RunRecord) -> dict[str, Any]:

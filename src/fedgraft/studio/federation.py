@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from fedgraft.core.errors import FedgraftError
@@ -19,6 +20,7 @@ from fedgraft.deploy.folder import FederationFolder, describe_contributions
 from fedgraft.deploy.preflight_answers import ANSWERS_FILE, missing_answers, with_node_names
 from fedgraft.deploy.status import FederationStatus, federation_status
 from fedgraft.report.charts import account_charts
+from fedgraft.report.preflight_view import preflight_sections
 from fedgraft.report.privacy_account import read_account
 from fedgraft.report.run_record import current_phases
 from fedgraft.report.run_view import time_left
@@ -180,58 +182,6 @@ class FederationView:
             sites, shared = with_node_names(answers, names)
             problems = [*findings(sites, self.federation.config.data.image_size, shared)]
             problems += missing_answers(answers, names)
+            return preflight_sections(sites, [asdict(found) for found in problems])
         except (ValueError, KeyError, TypeError, IndexError) as error:
             return [Section("Preflight", [Texts([f"{path.name} cannot be read: {error}"])])]
-        rows = [
-            {"kind": found.kind, "site": found.site, "severity": found.severity, "": found.text} for found in problems
-        ]
-        return [
-            Section("Preflight, side by side", [Grid(_side_by_side(sites))]),
-            Section("Images of each class by site", _classes(sites)),
-            Section("Findings of the preflight", [Grid(rows)]),
-        ]
-
-
-def _side_by_side(sites: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the facts of every site, one row for each fact, and the sites as columns."""
-    facts = {
-        "training images": lambda site: site["images"],
-        "test images": lambda site: site["test_images"],
-        "width": lambda site: _range(site["width"]),
-        "height": lambda site: _range(site["height"]),
-        "channels": lambda site: ", ".join(site["channels"]),
-        "bits": lambda site: ", ".join(site["bits"]),
-        "mean intensity": lambda site: " ± ".join(map(str, site["intensity"])),
-        "contrast": lambda site: site["contrast"],
-        "free disk": lambda site: f"{site['disk_gb']} GB",
-        "owner's policy": lambda site: "in force" if site["policy"] else "none",
-        "fedgraft": lambda site: site["versions"].get("fedgraft", ""),
-        "torch": lambda site: site["versions"].get("torch", ""),
-    }
-    rows = []
-    for name, read in facts.items():
-        row = {"fact": name}
-        for site in sites:
-            row[str(site["site"])] = str(read(site))
-        rows.append(row)
-    return rows
-
-
-def _range(values: Sequence[int]) -> str:
-    """Return median, minimum and maximum as text."""
-    if not values:
-        return ""
-    return f"{values[1]} ({values[0]} to {values[2]})"
-
-
-def _classes(sites: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the images of each class by site; a hidden small count is an empty cell."""
-    classes: dict[str, None] = {}
-    for site in sites:
-        classes |= dict.fromkeys(site["classes"])
-    if not classes:
-        return []
-    rows = {}
-    for site in sites:
-        rows[str(site["site"])] = [site["classes"].get(name) or 0 for name in classes]
-    return [Matrix(rows, list(classes), corner="site")]
