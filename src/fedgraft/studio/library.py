@@ -17,11 +17,12 @@ from typing import Any
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import json_ready
 from fedgraft.report.charts import AXES, compare_charts
-from fedgraft.report.compare import over_seeds, view_comparison
+from fedgraft.report.compare import comparison_text, over_seeds, view_comparison
 from fedgraft.report.metrics_tail import MetricsTail
 from fedgraft.report.representation_figures import mixing_rounds, read_mixing_round
 from fedgraft.report.round_table import log_tail, round_rows
 from fedgraft.report.run_index import RunIndex
+from fedgraft.report.run_page import page_text
 from fedgraft.report.run_record import RunRecord, current_phases
 from fedgraft.report.run_view import picture_files, read_holdings, time_left, view_run
 from fedgraft.report.sections import Grid
@@ -49,7 +50,7 @@ class RunLibrary:
         """Times and sizes of the files of runs that were found killed."""
         self._next_scan = 0.0
         self._table: tuple[int, dict[str, Any]] | None = None
-        self._groups: tuple[int, dict[str, Any]] | None = None
+        self._groups: tuple[tuple[int, Sequence[int] | None], dict[str, Any]] | None = None
 
     # ---- changes
 
@@ -151,18 +152,28 @@ class RunLibrary:
                 constant[key] = last[key]
         return varied, constant
 
-    def groups(self) -> dict[str, Any]:
-        """Return runs that differ only in the seed as one row each: mean test accuracy with its 95 % interval."""
+    def groups(self, version: int | None = None, among: Sequence[int] | None = None) -> dict[str, Any]:
+        """Return runs that differ only in the seed as one row each: mean test accuracy with its 95 % interval.
+
+        `among` are the rows of the table of that `version` that are grouped; None: all.
+        """
         self.look()
         with self._lock:
-            if self._groups is None or self._groups[0] != self.version:
+            if among is not None and version != self.version:
+                raise FedgraftError("E-STUDIO-VERSION", "the table of runs has just changed", "press the button again")
+            if self._groups is None or self._groups[0] != (self.version, among):
+                names = sorted(self._index.runs)
+                if among is not None:
+                    names = [names[row] for row in among if 0 <= row < len(names)]
                 rows = []
                 configs = {}
-                for name, run in sorted(self._index.runs.items()):
+                for name in names:
+                    run = self._index.runs[name]
                     rows.append({"run": name, "test accuracy": run.row["test"]})
                     configs[name] = run.options
                 table = over_seeds(rows, configs)
-                self._groups = (self.version, Grid(table).as_json() if table else {"columns": [], "rows": []})
+                grouped = Grid(table).as_json() if table else {"columns": [], "rows": []}
+                self._groups = ((self.version, among), grouped)
             return self._groups[1]
 
     # ---- one run
@@ -226,6 +237,17 @@ class RunLibrary:
         lines = {name: self.lines(name) for name in names}
         comparison = view_comparison(named, over, lines)
         return {"warnings": list(comparison.warnings), "sections": [part.as_json() for part in comparison.sections]}
+
+    def comparison_page(self, names: Sequence[str], over: str) -> str:
+        """Return the comparison of runs as a page that needs no other file."""
+        _check_choice(names, over)
+        named = {name: self.record(name) for name in names}
+        lines = {name: self.lines(name) for name in names}
+        return comparison_text(view_comparison(named, over, lines), len(named))
+
+    def report_page(self, name: str) -> str:
+        """Return the report of a run, from its files as they are now."""
+        return page_text(view_run(self.record(name), self.lines(name)))
 
     def matrix(self, name: str, number: int) -> dict[str, Any]:
         """Return the similarity matrix of a run after round `number`, NaN as null."""

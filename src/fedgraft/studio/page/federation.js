@@ -1,12 +1,13 @@
 // The coordinator's view: who is connected, what each node does, how far the run is, what it cost.
 import { make } from "./charts.js";
-import { get } from "./api.js";
+import { boot, get, post } from "./api.js";
 import { badge, notice, sections } from "./sections.js";
 import { clock } from "./format.js";
+import { jobList } from "./jobs.js";
 
 export async function show(place, { ended }) {
   make("h1", {}, place, "Federation");
-  const top = make("div", {}, place), nodes = make("div", { class: "nodes", id: "nodes" }, place), rest = make("div", {}, place);
+  const acting = make("div", {}, place), top = make("div", {}, place), heading = make("h2", {}, place, "Nodes"), nodes = make("div", { class: "nodes", id: "nodes" }, place), rest = make("div", {}, place);
   const drawn = new Map();
   let shape = "", closed = false, timer = null;
 
@@ -30,7 +31,7 @@ export async function show(place, { ended }) {
       if (state.waits_for.length) notice(top, `The run waits for ${state.waits_for.join(", ")}: too few nodes for a secure sum.`);
       for (const phase of state.phases) make("p", { class: "note" }, top, `now: ${phase}`);
     }
-    make("h2", {}, top, "Nodes");
+    heading.textContent = `Nodes: ${state.nodes.filter(node => node.connection === "connected").length} of ${state.nodes.length} connected`;
     nodes.replaceChildren();
     for (const node of state.nodes) {
       const card = make("div", { class: `node ${node.connection === "connected" ? "connected" : "absent"}`, "data-node": node.name }, nodes);
@@ -46,10 +47,38 @@ export async function show(place, { ended }) {
       sections(state.sections, rest, { drawn });
     }
   }
+  if (boot.actions) actions(acting, draw);
   async function loop() {
     try { await draw(); } catch (error) { top.replaceChildren(); notice(top, error.message); }
     if (!closed) timer = setTimeout(loop, document.hidden ? 10000 : 2000);
   }
   ended(() => { closed = true; clearTimeout(timer); });
   await loop();
+}
+
+// What the coordinator may do here, each a `fedgraft deploy` command; the plan is that of the config that owners agreed to.
+function actions(place, draw) {
+  const bar = make("div", { class: "bar", role: "group", "aria-label": "Actions" }, place), messages = make("div", { role: "status" }, place), jobs = make("div", {}, place);
+  const act = (label, path, done, danger) => {
+    const button = make("button", { type: "button", "data-action": path, ...(danger ? { class: "danger" } : {}) }, bar, label);
+    button.addEventListener("click", async () => {
+      messages.replaceChildren(make("p", { class: "note" }, null, "working …"));
+      button.disabled = true;
+      try { done(await post(path, {})); }
+      catch (error) { messages.replaceChildren(); notice(messages, error.message); }
+      button.disabled = false;
+      await jobList(jobs);
+      await draw();
+    });
+  };
+  const started = job => messages.replaceChildren(make("p", { class: "note" }, null, `${job.title}: started`));
+  act("Preflight", "preflight", started);
+  act("Show the plan", "plan", plan => {
+    messages.replaceChildren();
+    if (!plan.ok) notice(messages, "This run cannot start.");
+    make("pre", { id: "plan-text", tabindex: "0" }, messages, plan.text);
+  });
+  act("Start the run", "start", started);
+  act("Stop the run", "stop", started, true);
+  jobList(jobs);
 }

@@ -2,11 +2,13 @@
 import { make, shape } from "./charts.js";
 import { address, boot, get, post } from "./api.js";
 import { badge, cards, grid, matrix, notice, sections } from "./sections.js";
+import { matrixCsv, png, svgText, tableTools } from "./export.js";
 import { clock } from "./format.js";
+import { jobList } from "./jobs.js";
 
 const TABS = [
   ["overview", "Overview"], ["clients", "Clients"], ["classes", "Classes"], ["holdings", "Who holds what"], ["layers", "Layers"],
-  ["similarity", "Similarity"], ["log", "Log"], ["figures", "Figures"], ["config", "Config"],
+  ["similarity", "Similarity"], ["worth", "Who gains"], ["release", "Release"], ["log", "Log"], ["figures", "Figures"], ["config", "Config"],
 ];
 
 export async function show(place, { query, live, go }) {
@@ -18,12 +20,12 @@ export async function show(place, { query, live, go }) {
   const state = make("span", {}, top);
   const buttons = make("div", { class: "bar" }, top);
   make("p", { class: "note" }, place, view.about);
-  const messages = make("div", {}, place), summary = make("div", {}, place);
+  const messages = make("div", {}, place), failure = make("div", {}, place), summary = make("div", {}, place);
   const tabs = make("div", { class: "tabs", role: "tablist", "aria-label": "Views of the run" }, place);
   const panel = make("div", { role: "tabpanel", tabindex: "0", id: "panel" }, place);
 
   make("a", { class: "button", href: address("report", { run: name }), download: `${name.split("/").pop()}.html` }, buttons, "Offline page");
-  if (boot.actions) actionButtons(buttons, name, () => view, messages);
+  const allow = boot.actions ? actionButtons(buttons, name, () => view, messages) : () => {};
 
   const present = () => TABS.filter(([key]) => key === "log" || view.sections.some(s => s.tab === key) || (key === "similarity" && view.matrices.length));
   let tab = query.get("tab") || "overview";
@@ -31,6 +33,7 @@ export async function show(place, { query, live, go }) {
   function head() {
     state.replaceChildren();
     badge(state, view.status);
+    allow();
     summary.replaceChildren();
     if (view.reason) notice(summary, view.reason);
     if (view.status === "running" && view.total) {
@@ -81,7 +84,7 @@ export async function show(place, { query, live, go }) {
     waiting = true;
     await new Promise(resolve => setTimeout(resolve, Math.max(0, last + Math.max(900, 100 * took) - performance.now())));
     const began = performance.now(), before = shapeOf(view);
-    try { view = await get("run", { run: name }); } catch (error) { messages.replaceChildren(); notice(messages, error.message); }
+    try { view = await get("run", { run: name }); } catch (error) { failure.replaceChildren(); notice(failure, error.message); }
     waiting = false;
     if (!place.isConnected) return;
     head();
@@ -107,7 +110,7 @@ async function log(place, name, view) {
     const part = make("section", {}, place);
     make("h2", {}, part, "Rounds, the newest first");
     make("p", { class: "note" }, part, "Attested updates, protection and model are from the run's round log; fedgraft verify checks its signatures.");
-    grid(data.rounds, part);
+    grid(data.rounds, part, `${name} rounds`);
     if (data.rounds.rows.length === 200) more(part, name, data.rounds);
   }
   const part = make("section", {}, place);
@@ -154,9 +157,13 @@ function slider(place, name, rounds) {
 }
 
 function heat(place, data) {
-  const size = data.values.length, names = data.values.map((_, i) => data.names[i] || String(i));
-  if (size <= 30) { matrix({ rows: names, columns: names, values: data.values, corner: "client" }, place); return; }
+  const size = data.values.length, names = data.values.map((_, i) => data.names[i] || String(i)), title = `Mixing weights, round ${data.round}`;
+  const part = { rows: names, columns: names, values: data.values, corner: "client" };
+  if (size <= 30) { matrix(part, place, title); return; }
+  const bar = make("div", {}, place);
   const svg = shape("svg", { viewBox: `0 0 ${size} ${size}`, class: "tall", role: "img", "aria-label": `matrix of round ${data.round}`, "shape-rendering": "crispEdges", width: "100%" }, make("figure", { class: "chart" }, place));
+  const text = () => svgText(svg, title, []);
+  tableTools(bar, () => title, { SVG: text, PNG: () => png(text()), CSV: () => matrixCsv(part) });
   let largest = 0;
   for (const row of data.values) for (const v of row) if (v > largest) largest = v;
   data.values.forEach((row, r) => row.forEach((v, c) => {
@@ -164,19 +171,25 @@ function heat(place, data) {
   }));
 }
 
+// What the studio may do with the run; returns what enables the buttons that fit the run's present status.
 function actionButtons(place, name, view, messages) {
-  const act = (label, path, when, danger) => {
-    const button = make("button", { type: "button", ...(danger ? { class: "danger" } : {}) }, place, label);
+  const said = make("div", { role: "status" }, messages), jobs = make("div", {}, messages), buttons = [];
+  const allow = () => { for (const [button, fits] of buttons) button.disabled = !fits(view().status); };
+  const act = (label, path, fits, danger) => {
+    const button = make("button", { type: "button", "data-action": path, ...(danger ? { class: "danger" } : {}) }, place, label);
+    buttons.push([button, fits]);
     button.addEventListener("click", async () => {
-      messages.replaceChildren();
-      if (!when(view().status)) { notice(messages, `the run is ${view().status}`); return; }
+      said.replaceChildren();
       button.disabled = true;
-      try { make("p", { class: "note", role: "status" }, messages, `${(await post(path, { run: name })).title}: started`); }
-      catch (error) { notice(messages, error.message); }
-      button.disabled = false;
+      try { make("p", { class: "note" }, said, `${(await post(path, { run: name })).title}: started`); }
+      catch (error) { notice(said, error.message); }
+      allow();
+      await jobList(jobs);
     });
   };
   act("Stop", "stop", status => status === "running", true);
   act("Resume", "resume", status => status !== "running" && status !== "finished");
   act("Evaluate", "evaluate", status => status === "finished");
+  act("Release", "release", status => status === "finished");
+  return allow;
 }

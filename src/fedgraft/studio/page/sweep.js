@@ -2,6 +2,7 @@
 import { make, number, shape, ticks } from "./charts.js";
 import { get } from "./api.js";
 import { chosen, state } from "./runs.js";
+import { csv, png, svgText, tableTools } from "./export.js";
 import { percent, text } from "./format.js";
 
 const HEIGHT = 380, MOST = 1000, AXES = 7;
@@ -32,7 +33,7 @@ export async function show(place) {
   make("summary", {}, chooser, "Axes");
   const options = make("div", { class: "options" }, chooser);
   const note = make("p", { class: "note", role: "status" }, place);
-  const figure = make("figure", { class: "chart parallel" }, place), list = make("div", {}, place);
+  const out = make("div", {}, place), figure = make("figure", { class: "chart parallel" }, place), list = make("div", {}, place);
   const distinct = key => new Set(table.runs.map(run => text(run.options[table.options.indexOf(key)]))).size;
   const axes = new Set(table.options.filter(key => key !== "seed" && key !== "name" && distinct(key) > 1).slice(0, AXES));
   for (const key of table.options) {
@@ -45,6 +46,7 @@ export async function show(place) {
   function draw() {
     figure.replaceChildren();
     list.replaceChildren();
+    out.replaceChildren();
     const result = pick.value;
     const all = chosen(table).filter(run => run[result] !== null).sort((a, b) => b[result] - a[result]), runs = all.slice(0, MOST);
     note.textContent = `${all.length.toLocaleString("en")} runs with a result${all.length > MOST ? `, the best ${MOST} are drawn` : ""}; warm lines are the better ones`;
@@ -75,6 +77,9 @@ export async function show(place) {
       shape("title", {}, shape("text", { x, y: i % 2 ? 34 : 16, "text-anchor": "middle" }, svg, short.length > 24 ? `${short.slice(0, 23)}…` : short), column.name);
       for (const [value, label] of column.marks) shape("text", { x: x + 5, y: py(column.place(value)) + 4 }, svg, label);
     });
+    const drawing = () => svgText(svg, "Parallel coordinates", []);
+    const values = run => [run.name, ...keys.map(key => text(run.options[table.options.indexOf(key)])), run[result]];
+    tableTools(out, () => "Parallel coordinates", { SVG: drawing, PNG: () => png(drawing()), CSV: () => csv([["run", ...keys, RESULTS[result]], ...runs.map(values)]) });
     const rows = new Map(), scroll = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "runs" }, list);
     const element = make("table", {}, scroll), head = make("tr", {}, make("thead", {}, element)), body = make("tbody", {}, element);
     for (const name of ["run", ...keys, RESULTS[result]]) make("th", { scope: "col" }, head, name);
