@@ -404,6 +404,7 @@ def _listen(port: int | None) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((HOST, port or 0))
+        listening.listen(128)  # a browser that comes before the server is ready waits, and is not refused
     except OSError as error:
         listening.close()
         raise FedgraftError(

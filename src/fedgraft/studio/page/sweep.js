@@ -13,7 +13,7 @@ function axis(name, values) {
   if (present.length && present.every(v => typeof v === "number")) {
     const low = Math.min(...present), high = Math.max(...present), log = low > 0 && high / low > 20;
     const f = log ? Math.log10 : v => v, a = f(low), b = f(high);
-    const marks = log ? [...new Set(present)].sort((x, y) => x - y) : ticks(low, high === low ? low + 1 : high, 5).filter(v => v >= low && v <= high);
+    const own = [...new Set(present)].sort((x, y) => x - y), marks = log || own.length <= 8 ? own : ticks(low, high === low ? low + 1 : high, 5).filter(v => v >= low && v <= high);
     const shown = marks.length > 8 ? marks.filter((_, i) => i % Math.ceil(marks.length / 8) === 0) : marks;
     return { name, place: v => (v === null || v === undefined ? null : b === a ? 0.5 : (f(v) - a) / (b - a)), marks: shown.map(v => [v, number(v)]) };
   }
