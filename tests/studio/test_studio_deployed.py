@@ -39,9 +39,7 @@ SECONDS = 240.0
 
 def policy(hospitals: Hospitals, client: int, text: str) -> None:
     """Write the policy of a node's owner beside its key."""
-    home = hospitals.root / f"node-{client}" / f"node-{client}.home"
-    home.mkdir(parents=True, exist_ok=True)
-    (home / "policy.toml").write_text(text)
+    (hospitals.root / f"node-{client}" / "policy.toml").write_text(text)
 
 
 def start_with_studio(hospitals: Hospitals, client: int) -> tuple[subprocess.Popen[str], str]:

@@ -17,11 +17,11 @@ from typing import Any
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import flatten
 from fedgraft.report import run_tables as tables
-from fedgraft.report.charts import account_charts, bars_of_layers, run_charts
+from fedgraft.report.charts import account_charts, bars_of_layers, run_charts, training_charts
 from fedgraft.report.privacy_account import read_account
 from fedgraft.report.release_view import release_sections
 from fedgraft.report.run_record import RunInfo, RunRecord, damaged_json, describe_run
-from fedgraft.report.sections import PICTURE_TYPES, Charts, Facts, Grid, Pictures, Section, Texts
+from fedgraft.report.sections import PICTURE_TYPES, Charts, Facts, Grid, Part, Pictures, Section, Texts
 from fedgraft.report.values import (
     accuracy,
     clock,
@@ -72,15 +72,20 @@ class RunView:
     cards: Sequence[Card]
     has_result: bool
     sections: Sequence[Section]
+    tabs: Sequence[str]
+    """The tabs that have a section, whether or not it was made."""
     lines: Lines
 
 
-def view_run(folder: RunRecord, lines: Lines | None = None, holdings: Holdings | None = None) -> RunView:
+def view_run(
+    folder: RunRecord, lines: Lines | None = None, holdings: Holdings | None = None, tab: str | None = None
+) -> RunView:
     """Return the view of a run.
 
     Args:
         lines: the recorded rounds; None: read from the folder.
         holdings: who holds what; None: read from the folder, where the run knew it.
+        tab: only the sections of this tab are made; None: all.
     """
     if lines is None:
         lines = folder.metrics()
@@ -89,9 +94,9 @@ def view_run(folder: RunRecord, lines: Lines | None = None, holdings: Holdings |
     summary = folder.summary()
     config = read_config(folder)
     counts = holdings.counts
-    charts = run_charts(lines, summary.get("best_round"))
-    curves = [chart for chart in charts if "place" not in chart]
-    details = [chart for chart in charts if "place" in chart]
+    curves: list[dict[str, Any]] = []
+    if tab in (None, "overview"):
+        curves = run_charts(lines, summary.get("best_round"))
     no_curves = Texts([])
     if not lines:
         no_curves = Texts(["No round is finished yet."])
@@ -103,7 +108,11 @@ def view_run(folder: RunRecord, lines: Lines | None = None, holdings: Holdings |
         final_numbers.pop(key, None)
     layers = read_trained_layers(folder)
     not_covered = (summary.get("privacy") or {}).get("not_covered", [])
-    clients = tables.clients(summary, lines, counts, holdings.clients)
+    clients: list[Part] = []
+    details: list[dict[str, Any]] = []
+    if tab in (None, "clients"):
+        clients = tables.clients(summary, lines, counts, holdings.clients)
+        details = training_charts(lines)
     sections = [
         Section("Curves", [no_curves, Charts(curves)]),
         Section("Privacy account", [Charts(account_charts(read_account(folder.path)), "account")]),
@@ -127,13 +136,20 @@ def view_run(folder: RunRecord, lines: Lines | None = None, holdings: Holdings |
         Section("Config", [Texts([folder.config_text], "code")], folded=True, tab="config"),
         Section("Environment", [_facts(_environment(folder))], folded=True, tab="config"),
     ]
+    sections = [section for section in sections if section]
+    tabs = dict.fromkeys(section.tab for section in sections)
+    if lines:
+        tabs |= dict.fromkeys(("overview", "clients"))
+    if tab is not None:
+        sections = [section for section in sections if section.tab == tab]
     return RunView(
         info=describe_run(folder, lines),
         about=_about(config, summary),
         reason=folder.reason,
         cards=[*_result(summary, lines), *_costs(summary, config, lines)],
         has_result=bool(summary),
-        sections=[section for section in sections if section],
+        sections=sections,
+        tabs=list(tabs),
         lines=lines,
     )
 

@@ -27,6 +27,8 @@ from fedgraft.report.run_view import time_left
 from fedgraft.report.sections import Charts, Grid, Matrix, Section, Texts
 from fedgraft.report.values import size, total_of
 
+_QUERIES = ("preflight", "evaluations", "comparisons", "releases")
+"""Folders of a federation to which questions write; runs write elsewhere."""
 _FRESH_SECONDS = 1.5
 """A state this old is shown to a second page without asking the server again."""
 
@@ -64,7 +66,9 @@ class FederationView:
             left = time_left(status.rounds, total)
         phases: list[str] = []
         run = ""
+        is_query = False
         if status.folder is not None:
+            is_query = self._is_query(status)
             run = self._run_name(status)
             if not status.run_over:
                 phases = current_phases(status.folder)
@@ -79,6 +83,7 @@ class FederationView:
                 "nodes": self._nodes(status),
                 "run": status.run,
                 "run_name": run,
+                "query": status.folder.name if is_query and status.folder is not None else "",
                 "run_status": status.run_status,
                 "reason": status.reason,
                 "round": last_round,
@@ -92,12 +97,26 @@ class FederationView:
         )
 
     def _run_name(self, status: FederationStatus) -> str:
-        """Return the name under which the studio lists the latest run; empty if it lies outside the folder."""
+        """Return the name under which the studio lists the latest run; empty if it lies outside the folder or is none.
+
+        A run that has just begun has no folder yet.
+        """
         assert status.folder is not None
+        if not (status.folder / "run.json").is_file():
+            return ""
         try:
             return status.folder.resolve().relative_to(self.federation.path).as_posix()
         except ValueError:
             return ""
+
+    def _is_query(self, status: FederationStatus) -> bool:
+        """Return whether the latest run is a question to the nodes, such as a preflight: it has no rounds."""
+        assert status.folder is not None
+        try:
+            place = status.folder.resolve().relative_to(self.federation.path).parts[0]
+        except (ValueError, IndexError):
+            return False
+        return place in _QUERIES
 
     def _nodes(self, status: FederationStatus) -> list[dict[str, Any]]:
         """Return each node: whether it is connected, what it does now, how fast its link is, where its updates are."""

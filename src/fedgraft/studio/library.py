@@ -197,11 +197,11 @@ class RunLibrary:
                 self._tails.popitem(last=False)
             return tail.read()
 
-    def view(self, name: str) -> dict[str, Any]:
-        """Return everything about one run but its matrices and logs."""
+    def view(self, name: str, tab: str | None = None) -> dict[str, Any]:
+        """Return what is known of one run but its matrices and logs: with a `tab` only the sections of that one."""
         record = self.record(name)
         lines = self.lines(name)
-        view = view_run(record, lines)
+        view = view_run(record, lines, tab=tab)
         info = view.info
         options = self._index.runs[name].options
         total = options.get("rounds.total")
@@ -221,6 +221,7 @@ class RunLibrary:
             "left": left,
             "phases": current_phases(record.path) if info.status == "running" else [],
             "sections": sections,
+            "tabs": list(view.tabs),
             "matrices": mixing_rounds(record.path),
             "has_report": record.report.is_file(),
         }

@@ -135,7 +135,7 @@ def _run_routes(library: RunLibrary) -> list[Route]:
     return [
         _get("/api/runs", lambda query: library.table()),
         _get("/api/groups", lambda query: library.groups(*_choice_of(query))),
-        _get("/api/run", lambda query: library.view(parameter(query, "run"))),
+        _get("/api/run", lambda query: library.view(parameter(query, "run"), query.get("tab"))),
         _get("/api/curves", lambda query: library.curves(query.getlist("run"), query.get("over", "round"))),
         _get("/api/compare", lambda query: library.comparison(query.getlist("run"), query.get("over", "round"))),
         _get("/api/matrix", lambda query: library.matrix(parameter(query, "run"), _number(query, "round"))),

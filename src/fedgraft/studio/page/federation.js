@@ -20,13 +20,15 @@ export async function show(place, { ended }) {
     badge(line, state.address ? "server running" : "server stopped");
     make("span", { class: "note" }, line, state.address || "start it with: fedgraft deploy server");
     if (state.run !== null) {
-      make("h2", {}, top, `Run ${state.run}`);
+      make("h2", {}, top, state.query ? `Question to the nodes: ${state.query}` : `Run ${state.run}`);
       const bar = make("div", { class: "bar" }, top);
       badge(bar, state.run_status);
       if (state.run_name) make("a", { href: `#/run?run=${encodeURIComponent(state.run_name)}` }, bar, "its curves");
-      make("span", { class: "note" }, bar, `round ${state.round ?? 0} of ${state.total}; ${state.sent[0]} up, ${state.sent[1]} down${state.left ? `; about ${clock(state.left)} left` : ""}`);
-      const progress = make("div", { class: "progress", role: "progressbar", "aria-valuemin": 0, "aria-valuemax": state.total, "aria-valuenow": state.round || 0, "aria-label": "rounds" }, top);
-      make("div", {}, progress).style.width = `${100 * (state.round || 0) / state.total}%`;
+      if (!state.query) {
+        make("span", { class: "note" }, bar, `round ${state.round ?? 0} of ${state.total}; ${state.sent[0]} up, ${state.sent[1]} down${state.left ? `; about ${clock(state.left)} left` : ""}`);
+        const progress = make("div", { class: "progress", role: "progressbar", "aria-valuemin": 0, "aria-valuemax": state.total, "aria-valuenow": state.round || 0, "aria-label": "rounds" }, top);
+        make("div", {}, progress).style.width = `${100 * (state.round || 0) / state.total}%`;
+      }
       if (state.reason) notice(top, `The run died: ${state.reason}`);
       if (state.waits_for.length) notice(top, `The run waits for ${state.waits_for.join(", ")}: too few nodes for a secure sum.`);
       for (const phase of state.phases) make("p", { class: "note" }, top, `now: ${phase}`);

@@ -13,7 +13,9 @@ const TABS = [
 
 export async function show(place, { query, live, go }) {
   const name = query.get("run");
-  let view = await get("run", { run: name });
+  let tab = query.get("tab") || "overview";
+  const read = () => get("run", { run: name, tab });
+  let view = await read();
   const drawn = new Map();
   const top = make("div", { class: "title" }, place);
   make("h1", {}, top, view.name);
@@ -27,8 +29,7 @@ export async function show(place, { query, live, go }) {
   make("a", { class: "button", href: address("report", { run: name }), download: `${name.split("/").pop()}.html` }, buttons, "Offline page");
   const allow = boot.actions ? actionButtons(buttons, name, () => view, messages) : () => {};
 
-  const present = () => TABS.filter(([key]) => key === "log" || view.sections.some(s => s.tab === key) || (key === "similarity" && view.matrices.length));
-  let tab = query.get("tab") || "overview";
+  const present = () => TABS.filter(([key]) => key === "log" || view.tabs.includes(key) || (key === "similarity" && view.matrices.length));
 
   function head() {
     state.replaceChildren();
@@ -48,7 +49,6 @@ export async function show(place, { query, live, go }) {
   function tabList() {
     tabs.replaceChildren();
     const names = present();
-    if (!names.some(([key]) => key === tab)) tab = "overview";
     for (const [key, label] of names) {
       const button = make("button", { type: "button", role: "tab", id: `tab-${key}`, "aria-selected": String(key === tab), "aria-controls": "panel", tabindex: key === tab ? 0 : -1 }, tabs, label);
       button.addEventListener("click", () => choose(key));
@@ -62,11 +62,14 @@ export async function show(place, { query, live, go }) {
     }
   }
 
-  function choose(key) {
+  async function choose(key) {
     tab = key;
     history.replaceState(null, "", `#/run?run=${encodeURIComponent(name)}&tab=${key}`);
     tabList();
-    body();
+    const next = await read();
+    if (tab !== key) return;
+    view = next;
+    await body();
   }
 
   async function body() {
@@ -74,7 +77,7 @@ export async function show(place, { query, live, go }) {
     panel.replaceChildren();
     if (tab === "log") { await log(panel, name, view); return; }
     if (tab === "similarity" && view.matrices.length) slider(panel, name, view.matrices);
-    sections(view.sections.filter(s => s.tab === tab), panel, { run: name, drawn, open: tab === "config" });
+    sections(view.sections, panel, { run: name, drawn, open: tab === "config" });
   }
 
   // A run that goes on is fetched again at most so often that it takes a hundredth of the time.
@@ -84,7 +87,8 @@ export async function show(place, { query, live, go }) {
     waiting = true;
     await new Promise(resolve => setTimeout(resolve, Math.max(0, last + Math.max(900, 100 * took) - performance.now())));
     const began = performance.now(), before = shapeOf(view);
-    try { view = await get("run", { run: name }); } catch (error) { failure.replaceChildren(); notice(failure, error.message); }
+    const shown = tab;
+    try { const next = await read(); if (shown === tab) view = next; } catch (error) { failure.replaceChildren(); notice(failure, error.message); }
     waiting = false;
     if (!place.isConnected) return;
     head();
@@ -94,9 +98,10 @@ export async function show(place, { query, live, go }) {
     took = performance.now() - began;
     last = performance.now();
   }
-  // What a refresh cannot change in place: which charts and tables there are, and the tables of the open tab.
-  const shapeOf = v => JSON.stringify(v.sections.map(s => [s.title, s.tab === tab ? s.parts.map(p => (p.kind === "charts" ? p.charts.map(c => c.title) : p)) : 0]));
+  // What a refresh cannot change in place: which tabs, charts and tables there are, and the tables of the open tab.
+  const shapeOf = v => JSON.stringify([v.tabs, v.sections.map(s => [s.title, s.parts.map(p => (p.kind === "charts" ? p.charts.map(c => c.title) : p))])]);
 
+  if (!present().some(([key]) => key === tab)) { tab = "overview"; view = await read(); }
   head();
   tabList();
   await body();
@@ -105,7 +110,7 @@ export async function show(place, { query, live, go }) {
 
 async function log(place, name, view) {
   const data = await get("log", { run: name });
-  sections(view.sections.filter(s => s.tab === "log"), place, { run: name });
+  sections(view.sections, place, { run: name });
   if (data.rounds) {
     const part = make("section", {}, place);
     make("h2", {}, part, "Rounds, the newest first");
