@@ -1,7 +1,6 @@
 // The commands that this studio started, with the end of what each printed; drawn again while one of them goes on.
 import { make } from "./charts.js";
 import { get } from "./api.js";
-import { clock } from "./format.js";
 
 export async function jobList(place) {
   const known = await get("jobs"), opened = new Set([...place.querySelectorAll("details[open]")].map(part => part.dataset.job));
@@ -13,7 +12,7 @@ export async function jobList(place) {
   for (const job of known.slice(0, 20)) {
     const part = make("details", { "data-job": job.id, ...(opened.has(job.id) ? { open: "" } : {}) }, place);
     const state = job.code === null ? "runs" : job.code === 0 ? "done" : `ended with ${job.code}`;
-    make("summary", {}, part, `${job.title}: ${state}, started ${clock(job.seconds)} ago`);
+    make("summary", {}, part, `${job.title}: ${state}, started at ${new Date(Date.now() - 1000 * job.seconds).toLocaleTimeString("en-GB")}`);
     if (job.has_run) make("a", { href: `#/run?run=${encodeURIComponent(job.run)}` }, make("p", {}, part), job.run);
     make("pre", { class: "log", tabindex: "0" }, part, job.output || "(no output)");
   }

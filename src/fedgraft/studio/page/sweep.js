@@ -34,13 +34,18 @@ export async function show(place) {
   const options = make("div", { class: "options" }, chooser);
   const note = make("p", { class: "note", role: "status" }, place);
   const out = make("div", {}, place), figure = make("figure", { class: "chart parallel" }, place), list = make("div", {}, place);
-  const distinct = key => new Set(table.runs.map(run => text(run.options[table.options.indexOf(key)]))).size;
-  const axes = new Set(table.options.filter(key => key !== "seed" && key !== "name" && distinct(key) > 1).slice(0, AXES));
+  const ticked = new Map();
+  let picked = null;  // the axes that the reader chose; until then those that differ between the runs of the filter
   for (const key of table.options) {
     const label = make("label", {}, options), tick = make("input", { type: "checkbox" }, label);
-    tick.checked = axes.has(key);
     make("span", {}, label, key);
-    tick.addEventListener("change", () => { tick.checked ? axes.add(key) : axes.delete(key); draw(); });
+    ticked.set(key, tick);
+    tick.addEventListener("change", () => { picked = new Set([...ticked].filter(([, box]) => box.checked).map(([name]) => name)); draw(); });
+  }
+  function axesOf(runs) {
+    if (picked) return table.options.filter(key => picked.has(key));
+    const differs = position => new Set(runs.map(run => text(run.options[position]))).size > 1;
+    return table.options.filter((key, position) => key !== "seed" && key !== "name" && differs(position)).slice(0, AXES);
   }
 
   function draw() {
@@ -51,7 +56,8 @@ export async function show(place) {
     const all = chosen(table).filter(run => run[result] !== null).sort((a, b) => b[result] - a[result]), runs = all.slice(0, MOST);
     note.textContent = `${all.length.toLocaleString("en")} runs with a result${all.length > MOST ? `, the best ${MOST} are drawn` : ""}; warm lines are the better ones`;
     if (!runs.length) return;
-    const keys = table.options.filter(key => axes.has(key));
+    const keys = axesOf(runs);
+    for (const [key, tick] of ticked) tick.checked = keys.includes(key);
     const columns = keys.map(key => [axis(key, runs.map(run => run.options[table.options.indexOf(key)])), run => run.options[table.options.indexOf(key)]]);
     columns.push([axis(`${RESULTS[result]} (%)`, runs.map(run => 100 * run[result])), run => 100 * run[result]]);
     const svg = shape("svg", { role: "img", "aria-label": "parallel coordinates of the runs; the table below has the same runs" }, figure);
@@ -82,7 +88,8 @@ export async function show(place) {
     tableTools(out, () => "Parallel coordinates", { SVG: drawing, PNG: () => png(drawing()), CSV: () => csv([["run", ...keys, RESULTS[result]], ...runs.map(values)]) });
     const rows = new Map(), scroll = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "runs" }, list);
     const element = make("table", {}, scroll), head = make("tr", {}, make("thead", {}, element)), body = make("tbody", {}, element);
-    for (const name of ["run", ...keys, RESULTS[result]]) make("th", { scope: "col" }, head, name);
+    for (const name of ["run", ...keys]) make("th", { scope: "col" }, head, name);
+    make("th", { scope: "col", class: "number" }, head, RESULTS[result]);
     for (const run of runs.slice(0, 50)) {
       const line = make("tr", {}, body);
       make("a", { href: `#/run?run=${encodeURIComponent(run.name)}` }, make("td", {}, line), run.name);
