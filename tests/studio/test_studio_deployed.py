@@ -70,8 +70,8 @@ def wait_for(page: Any, selector: str) -> None:
 def test_a_rehearsal_with_a_node_killed_and_restarted(tmp_path: Path) -> None:
     config = load(None, OPTIONS)
     with chromium() as browser, federated(tmp_path / "f", config, 3) as hospitals:
-        policy(hospitals, 0, "rounds = 1500\nleast_images = 6\n")
-        policy(hospitals, 2, "rounds = 3\n")
+        policy(hospitals, 0, "rounds = 5000\nleast_images = 6\n")
+        policy(hospitals, 2, "rounds_per_day = 3\n")
         owner, address = start_with_studio(hospitals, 0)
         try:
             for client in (1, 2):
@@ -96,11 +96,11 @@ def follow(browser: Any, hospitals: Hospitals, tmp_path: Path, address: str) -> 
         page.click("[data-action=preflight]")
         wait_for(page, "h2:text-is('Where the owners\\' policies differ')")
         policies = page.locator("section:has(h2:text-is('Where the owners\\' policies differ'))").inner_text()
-        assert "least_images" in policies and "1500" in policies and "not set" in policies
+        assert "least_images" in policies and "5000" in policies and "not set" in policies
         wait_for(page, "summary:has-text('preflight: done'), summary:has-text('preflight: ended with 1')")
         page.click("[data-action=start]")
         wait_until(lambda: number_of_round(page) >= 5, "the first rounds are shown", SECONDS)
-        wait_for(page, "section:has(h2:text-is('Refusals by rule')) td:text-is('rounds')")
+        wait_for(page, "section:has(h2:text-is('Refusals by rule')) td:text-is('rounds_per_day')")
         hospitals.kill(1)
         wait_for(page, ".node.absent[data-node=node-1]")
         hospitals.start(1)
@@ -119,7 +119,7 @@ def follow(browser: Any, hospitals: Hospitals, tmp_path: Path, address: str) -> 
     wait_for(own, "h1:has-text('node-0')")
     wait_for(own, "td:text-is('train')")
     shown = own.locator("main").inner_text()
-    assert "hash chain intact" in shown and "rounds = 1500" in shown
+    assert "hash chain intact" in shown and "rounds = 5000" in shown
     assert "node-1" not in shown and "node-2" not in shown, "an owner sees the own node only"
     assert messages == []
     own.close()
