@@ -177,6 +177,30 @@ def test_the_slider_moves_through_the_rounds(tmp_path: Path, browser: Any) -> No
         page.keyboard.press("Home")
         page.wait_for_selector("#matrix td:text-is('0.97')")
         assert page.locator("output").inner_text() == "round 1"
+        assert not page.locator("#kind").is_visible(), "this run stored one kind of matrix"
+        page.close()
+
+
+def test_similarity_and_mixing_weights_are_both_shown(tmp_path: Path, browser: Any) -> None:
+    folder = write_run(tmp_path / "runs" / "both")
+    (folder / "figures").mkdir()
+    for number in (1, 2):
+        tensors = {"mixing": np.full((2, 2), 0.5, np.float32), "similarity": np.full((2, 2), number / 10, np.float32)}
+        safetensors.numpy.save_file(
+            {**tensors, "clients": np.arange(2)}, folder / "figures" / f"crsm-round-{number:06d}.safetensors"
+        )
+    with served(studio_of(tmp_path / "runs", cache=tmp_path / "index")) as server:
+        page = browser.new_page()
+        page.goto(server.address)
+        page.wait_for_selector("tr[data-run]")
+        go(page, "#/run?run=both&tab=similarity")
+        page.wait_for_selector("#matrix td:text-is('0.20')")
+        assert page.locator("#matrix td:text-is('0.20')").count() == 2, "a client's own similarity is left out"
+        page.focus("#round")
+        page.keyboard.press("Home")
+        page.wait_for_selector("#matrix td:text-is('0.10')")
+        page.select_option("#kind", "mixing")
+        page.wait_for_selector("#matrix td:text-is('0.50')")
         page.close()
 
 

@@ -27,6 +27,8 @@ from fedgraft.report.run_record import RunRecord, current_phases
 from fedgraft.report.run_view import picture_files, read_holdings, time_left, view_run
 from fedgraft.report.sections import Grid
 
+MATRICES = {"similarity": read_similarity_round, "mixing": read_mixing_round}
+"""Matrices between clients that a run may store of a round, with what reads them."""
 _TAILS = 48  # runs whose parsed lines stay in memory
 MOST_COMPARED = 40
 """Runs that can be overlaid at once: more curves cannot be told apart."""
@@ -250,21 +252,31 @@ class RunLibrary:
         """Return the report of a run, from its files as they are now."""
         return page_text(view_run(self.record(name), self.lines(name)))
 
-    def matrix(self, name: str, number: int) -> dict[str, Any]:
-        """Return the similarity of a run's clients in round `number`, NaN (the diagonal, absent clients) as null.
+    def matrix(self, name: str, number: int, kind: str = "") -> dict[str, Any]:
+        """Return a matrix between a run's clients in round `number`, NaN (absent clients) as null, and which there are.
 
-        Runs of versions that stored mixing weights alone show those.
+        `kind` is `similarity` or `mixing`; empty: the similarity where the run stored it, else the mixing weights.
         """
         record = self.record(name)
-        if number not in mixing_rounds(record.path):
+        if number not in mixing_rounds(record.path) or kind not in ("", *MATRICES):
             raise FedgraftError(
                 "E-STUDIO-ROUND", f"{name} stored no matrix of round {number}", "choose one of the slider", round=number
             )
         holdings = read_holdings(record)
-        values = read_similarity_round(record.path, number, len(holdings.counts))
-        if values is None:
-            values = read_mixing_round(record.path, number, len(holdings.counts))
-        return {"round": number, "values": json_ready(values), "names": list(holdings.clients)}
+        matrices = {}
+        for known, read in MATRICES.items():
+            values = read(record.path, number, len(holdings.counts))
+            if values is not None:
+                matrices[known] = values
+        shown = kind if kind in matrices else next(iter(matrices))
+        values = json_ready(matrices[shown])
+        return {
+            "round": number,
+            "kind": shown,
+            "kinds": list(matrices),
+            "values": values,
+            "names": list(holdings.clients),
+        }
 
     def log(self, name: str, before: int | None = None) -> dict[str, Any]:
         """Return the end of a run's log, and its rounds up to `before`, the newest first."""

@@ -138,7 +138,10 @@ def _run_routes(library: RunLibrary) -> list[Route]:
         _get("/api/run", lambda query: library.view(parameter(query, "run"), query.get("tab"))),
         _get("/api/curves", lambda query: library.curves(query.getlist("run"), query.get("over", "round"))),
         _get("/api/compare", lambda query: library.comparison(query.getlist("run"), query.get("over", "round"))),
-        _get("/api/matrix", lambda query: library.matrix(parameter(query, "run"), _number(query, "round"))),
+        _get(
+            "/api/matrix",
+            lambda query: library.matrix(parameter(query, "run"), _number(query, "round"), query.get("kind", "")),
+        ),
         _get("/api/log", lambda query: library.log(parameter(query, "run"), _optional_number(query, "before"))),
         _picture_route("/api/picture", lambda query: library.picture(query.get("run", ""), query.get("path", ""))),
         _page_route("/api/report", "report.html", lambda query: library.report_page(parameter(query, "run"))),
@@ -148,6 +151,11 @@ def _run_routes(library: RunLibrary) -> list[Route]:
             lambda query: library.comparison_page(query.getlist("run"), query.get("over", "round")),
         ),
     ]
+
+
+def _matrix(library: RunLibrary, query: Any) -> dict[str, Any]:
+    """Return the matrix of a run and a round that a request names."""
+    return library.matrix(parameter(query, "run"), _number(query, "round"), query.get("kind", ""))
 
 
 def _get(path: str, answer: Callable[[Any], Any]) -> Route:

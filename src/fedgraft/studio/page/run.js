@@ -136,14 +136,17 @@ function more(place, name, rounds) {
   });
 }
 
-// The similarity of clients over rounds: a slider over the rounds whose matrix the run stored.
+const MATRICES = { similarity: "Similarity of clients", mixing: "Mixing weights between clients" };
+
+// The matrices between clients over rounds: a slider over the rounds that the run stored, and which matrix is shown.
 function slider(place, name, rounds) {
   const part = make("section", {}, place);
-  make("h2", {}, part, "Mixing weights between clients, over rounds");
+  make("h2", {}, part, "Clients beside each other, over rounds");
   const bar = make("div", { class: "bar" }, part);
   const label = make("label", { for: "round" }, bar, "round");
   const input = make("input", { type: "range", id: "round", min: 0, max: rounds.length - 1, value: rounds.length - 1, step: 1, "aria-label": "round" }, bar);
   const value = make("output", { for: "round" }, bar);
+  const kind = make("select", { id: "kind", "aria-label": "matrix", hidden: "" }, bar);
   const box = make("div", { id: "matrix" }, part);
   label.hidden = rounds.length < 2;
   let wanted = 0;
@@ -151,18 +154,25 @@ function slider(place, name, rounds) {
     const number = rounds[+input.value], mine = ++wanted;
     value.textContent = `round ${number}`;
     input.setAttribute("aria-valuetext", `round ${number}`);
-    const data = await get("matrix", { run: name, round: number });
+    const data = await get("matrix", { run: name, round: number, kind: kind.value });
     if (mine !== wanted) return;
+    if (kind.options.length !== data.kinds.length) {
+      kind.replaceChildren();
+      for (const known of data.kinds) make("option", { value: known }, kind, MATRICES[known]);
+    }
+    kind.value = data.kind;
+    kind.hidden = data.kinds.length < 2;
     box.replaceChildren();
     heat(box, data);
   }
   input.addEventListener("input", draw);
+  kind.addEventListener("change", draw);
   input.hidden = rounds.length < 2;
   draw();
 }
 
 function heat(place, data) {
-  const size = data.values.length, names = data.values.map((_, i) => data.names[i] || String(i)), title = `Mixing weights, round ${data.round}`;
+  const size = data.values.length, names = data.values.map((_, i) => data.names[i] || String(i)), title = `${MATRICES[data.kind]}, round ${data.round}`;
   const part = { rows: names, columns: names, values: data.values, corner: "client" };
   if (size <= 30) { matrix(part, place, title); return; }
   const bar = make("div", {}, place);
