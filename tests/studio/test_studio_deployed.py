@@ -101,6 +101,8 @@ def follow(browser: Any, hospitals: Hospitals, tmp_path: Path, address: str) -> 
         page.click("[data-action=start]")
         wait_until(lambda: number_of_round(page) >= 5, "the first rounds are shown", SECONDS)
         wait_for(page, "section:has(h2:text-is('Refusals by rule')) td:text-is('rounds_per_day')")
+        (number,) = {record["id"] for record in hospitals.fed.runs() if "preflight" not in record["folder"]}
+        assert page.locator(f"h2:text-is('Run {number}')").count() == 1, "the whole number, which no double holds"
         hospitals.kill(1)
         wait_for(page, ".node.absent[data-node=node-1]")
         hospitals.start(1)

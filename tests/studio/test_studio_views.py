@@ -299,12 +299,17 @@ def test_the_index_is_made_anew(tmp_path: Path, damage: str) -> None:
     elif damage == "cut":
         file.write_bytes(whole[: len(whole) // 2])
     elif damage == "other version":
-        file.write_bytes(json.dumps({**json.loads(whole), "version": -1}).encode())
+        record = json.loads(whole)
+        for run in record["runs"].values():
+            run["row"]["test"] = 0.99  # as a later version might mean it
+        file.write_bytes(json.dumps({**record, "version": -1}).encode())
     elif damage == "no JSON":
         file.write_bytes(os.urandom(1000))
     else:
         record = json.loads(whole)
-        next(iter(record["runs"].values()))["stamp"] = [[1, 1]]
+        run = next(iter(record["runs"].values()))
+        run["stamp"] = [[1, 1]]
+        run["row"]["test"] = 0.99
         file.write_bytes(json.dumps(record).encode())
     assert RunLibrary(tmp_path / "runs", tmp_path / "index").table()["runs"] == before
     assert json.loads(file.read_bytes())["runs"].keys() == {run["name"] for run in before}

@@ -81,7 +81,7 @@ class FederationView:
                 "path": str(self.federation.path),
                 "address": status.address,
                 "nodes": self._nodes(status),
-                "run": status.run,
+                "run": None if status.run is None else str(status.run),  # larger than JavaScript counts exactly
                 "run_name": run,
                 "query": status.folder.name if is_query and status.folder is not None else "",
                 "run_status": status.run_status,

@@ -2,12 +2,14 @@
 import { make } from "./charts.js";
 import { get } from "./api.js";
 
-export async function jobList(place) {
+// `ended` is called when none of them goes on any more: what they wrote can be read.
+export async function jobList(place, ended) {
   const known = await get("jobs"), opened = new Set([...place.querySelectorAll("details[open]")].map(part => part.dataset.job));
-  if (place.contains(document.activeElement)) return again(place);  // nobody's place is taken away
+  if (place.contains(document.activeElement)) return again(place, ended);  // nobody's place is taken away
   place.replaceChildren();
   if (!known.length) return;
-  if (known.some(job => job.code === null)) again(place);
+  if (known.some(job => job.code === null)) again(place, ended);
+  else if (going.delete(place)) ended?.();
   make("h2", {}, place, "Commands of this studio");
   for (const job of known.slice(0, 20)) {
     const part = make("details", { "data-job": job.id, ...(opened.has(job.id) ? { open: "" } : {}) }, place);
@@ -18,10 +20,11 @@ export async function jobList(place) {
   }
 }
 
-const waiting = new WeakSet();
+const waiting = new WeakSet(), going = new WeakSet();
 
-function again(place) {
+function again(place, ended) {
+  going.add(place);
   if (waiting.has(place)) return;
   waiting.add(place);
-  setTimeout(() => { waiting.delete(place); if (place.isConnected) jobList(place).catch(() => again(place)); }, 2000);
+  setTimeout(() => { waiting.delete(place); if (place.isConnected) jobList(place, ended).catch(() => again(place, ended)); }, 2000);
 }

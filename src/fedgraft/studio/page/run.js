@@ -27,7 +27,7 @@ export async function show(place, { query, live, go }) {
   const panel = make("div", { role: "tabpanel", tabindex: "0", id: "panel" }, place);
 
   make("a", { class: "button", href: address("report", { run: name }), download: `${name.split("/").pop()}.html` }, buttons, "Offline page");
-  const allow = boot.actions ? actionButtons(buttons, name, () => view, messages) : () => {};
+  const allow = boot.actions ? actionButtons(buttons, name, () => view, messages, () => refresh()) : () => {};
 
   const present = () => TABS.filter(([key]) => key === "log" || view.tabs.includes(key) || (key === "similarity" && view.matrices.length));
 
@@ -187,7 +187,7 @@ function heat(place, data) {
 }
 
 // What the studio may do with the run; returns what enables the buttons that fit the run's present status.
-function actionButtons(place, name, view, messages) {
+function actionButtons(place, name, view, messages, refresh) {
   const said = make("div", { role: "status" }, messages), jobs = make("div", {}, messages), buttons = [];
   const allow = () => { for (const [button, fits] of buttons) button.disabled = !fits(view().status); };
   const act = (label, path, fits, danger) => {
@@ -199,7 +199,7 @@ function actionButtons(place, name, view, messages) {
       try { make("p", { class: "note" }, said, `${(await post(path, { run: name })).title}: started`); }
       catch (error) { notice(said, error.message); }
       allow();
-      await jobList(jobs);
+      await jobList(jobs, refresh);
     });
   };
   act("Stop", "stop", status => status === "running", true);
