@@ -111,13 +111,13 @@ class RunRecord:
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError, RecursionError) as error:
-            raise damaged_json(path, error) from error
+            raise damaged_json(path, "it is not JSON") from error
 
 
-def damaged_json(path: Path, error: Exception) -> FedgraftError:
-    """Return the error for a record of a run that cannot be read."""
+def damaged_json(path: Path, reason: object) -> FedgraftError:
+    """Return the error for a record of a run that cannot be read, and why."""
     return FedgraftError(
-        "E-REPORT-DAMAGED-JSON", f"{path} is damaged ({error})", "delete it or restore the run folder", path=str(path)
+        "E-REPORT-DAMAGED-JSON", f"{path} is damaged: {reason}", "delete it or restore the run folder", path=str(path)
     )
 
 

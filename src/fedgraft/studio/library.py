@@ -6,7 +6,6 @@ below the folder, and only names of the index are looked up, so that no request 
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import OrderedDict
@@ -137,21 +136,22 @@ class RunLibrary:
 
     def _options(self) -> tuple[list[str], dict[str, Any]]:
         """Return the options that differ between the runs, and those that all have in common, with their value."""
-        values: dict[str, set[str]] = {}
+        first: dict[str, Any] = {}
         count: dict[str, int] = {}
-        last: dict[str, Any] = {}
+        differing: set[str] = set()
         for run in self._index.runs.values():
             for key, value in run.options.items():
-                values.setdefault(key, set()).add(json.dumps(value))
                 count[key] = count.get(key, 0) + 1
-                last[key] = value
+                known = first.setdefault(key, value)
+                if known is not value and (known != value or type(known) is not type(value)):
+                    differing.add(key)
         varied = []
         constant = {}
-        for key in values:
-            if len(values[key]) > 1 or count[key] < len(self._index.runs):
+        for key, value in first.items():
+            if key in differing or count[key] < len(self._index.runs):
                 varied.append(key)
             else:
-                constant[key] = last[key]
+                constant[key] = value
         return varied, constant
 
     def groups(self, version: int | None = None, among: Sequence[int] | None = None) -> dict[str, Any]:
