@@ -261,7 +261,7 @@ def section(path: Path = OUT) -> str:
         "## The studio",
         "",
         f"Command: `python -m benchmarks.bench_studio`, {found['date']}, load {least:.0f} to {most:.0f} on two cores: "
-        "medians (least to most).",
+        "medians (least to most). Configs have every option; an index is read while the command starts.",
         "",
         "| what | measured | bar |",
         "|---|---|---|",
