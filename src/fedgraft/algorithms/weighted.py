@@ -27,6 +27,9 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.ranges import Count, NotNegative, Number, Positive, Probe, Rest, Share, in_range
 from fedgraft.core.rng import torch_stream
 
+USUAL_PROBE = 256
+"""Images on which layers are compared, where validation has as many."""
+
 
 @in_range
 def fedalign(
@@ -37,7 +40,7 @@ def fedalign(
     layers: tuple[str, ...] = ("early", "middle", "late"),
     keep: Count = 20,
     top: Count = 20,
-    probe: Probe = 256,
+    probe: Probe | None = None,
     by_layer: bool = False,
     freeze: NotNegative | None = None,
     sketch: Number = 0,
@@ -57,7 +60,7 @@ def fedalign(
         layers: hidden layers that are compared
         keep: directions kept of each layer
         top: correlations averaged
-        probe: shared probe images, from validation
+        probe: shared probe images, from validation; default: 256, or all validation images where there are fewer
         by_layer: every layer has its own weights
         freeze: by_layer: a layer that drifts more does not move in the round
         sketch: extra columns of random sketches, for large probes of wide layers; 0: exact bases
@@ -70,6 +73,10 @@ def fedalign(
             "fedalign: by_layer=true has no control experiment (align='random')",
             "choose another value of align, or by_layer=false",
         )
+    fewest = 2 * keep + 2  # SVCCA has no meaning on fewer
+    if probe is not None or null_correction:  # the level of unrelated data is that of one number of images
+        fewest = probe or USUAL_PROBE
+    probe = probe or USUAL_PROBE
     null = 0.0
     if null_correction:
         null = null_level(probe, keep, top)
@@ -98,7 +105,14 @@ def fedalign(
         own_scores = torch.tensor([[scalars[name] for name in names]], dtype=torch.float64)
         return float(counted_examples(torch.tensor([examples]), own_scores, gamma, null, cap)) / largest
 
-    options = {"layers": layers, "keep": keep, "top": top, "probe": probe, "sketch": sketch}
+    options = {
+        "layers": layers,
+        "keep": keep,
+        "top": top,
+        "probe": probe,
+        "fewest": min(fewest, probe),
+        "sketch": sketch,
+    }
     weighting = Weighting(
         f"alignment:{align}",
         weights,

@@ -38,6 +38,10 @@ DeviceName = Annotated[
 """The option `--device` of commands that compute; it is stronger than the config's."""
 
 
+SELF_CONTAINED = ("digits", "synthetic")
+"""Data sources that need no path, which may stand in the place of a path."""
+
+
 def config_of(overrides: list[str] | None, device: str | None = None) -> Config:
     """Return the config of command-line arguments: a TOML file, a preset or data first, then `key=value`.
 
@@ -52,6 +56,8 @@ def config_of(overrides: list[str] | None, device: str | None = None) -> Config:
     if "=" in first or not first:
         assignments = [argument for argument in overrides or [] if argument]
         return load(None, assignments)
+    if first in SELF_CONTAINED and not Path(first).exists():
+        return _on_data(first, rest)
     if Path(first).is_dir() or Path(first).suffix in {".parquet", ".npz"}:
         return _on_data(first, rest)
     if Path(first).suffix == ".toml" or Path(first).exists():

@@ -295,7 +295,7 @@ def align(setup: RunSetup, context: ClientContext, answers: Answers, entry: int)
     overwritten.
     """
     options = setup.algorithm.weighting.options
-    probe = _probe(setup, entry, int(options["probe"]), "secret_probe", answers.round)
+    probe = _probe(setup, entry, setup.available_probe(options), "secret_probe", answers.round)
     assert answers.start is not None
     context.forget_binding()
 

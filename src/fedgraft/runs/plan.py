@@ -21,6 +21,7 @@ from fedgraft.core.progress import phase
 from fedgraft.data.pixels.store import ImageStore
 from fedgraft.data.sources.assemble import Store
 from fedgraft.edit.sparse import Sparse
+from fedgraft.local.memory import one_thread
 from fedgraft.report.values import clock, size
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.estimate import Estimate, estimate_run, require_room, require_room_for_models
@@ -59,6 +60,12 @@ def plan_run(config: Config) -> list[str]:
     The network and the data are loaded; a few images are decoded and trained on, to measure memory and time. Bytes are
     exact for one message; totals assume that every client answers. A run that cannot fit is refused.
     """
+    with one_thread():  # as the run itself computes
+        return _plan_lines(config)
+
+
+def _plan_lines(config: Config) -> list[str]:
+    """Return the lines of the plan, computed on one thread."""
     parts = _without_stored_images(_without_calibration(parts_from_config(config)))
     setup = RunSetup.build(parts, Circumstances(secret=os.urandom(SECRET_BYTES)))  # nothing of a plan is released
     check_setup(setup)

@@ -8,7 +8,7 @@ part when. It can be read from top to bottom, and nothing replaces a part of a `
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -197,17 +197,26 @@ class RunSetup:
         count = 0
         for observation in self.algorithm.wants:
             if observation.needs_probe:
-                count = max(count, int(observation.options["probe"]))
+                count = max(count, self.available_probe(observation.options))
+        return count
+
+    def available_probe(self, options: Mapping[str, Any]) -> int:
+        """Return how many of the validation images are a probe: `options["probe"]`, or fewer down to its "fewest".
+
+        Raise where validation has fewer than that.
+        """
+        wanted = int(options["probe"])
+        needed = int(options.get("fewest", wanted))
         available = len(self.task.data.validation_rows)
-        if available < count:
+        if available < needed:
             raise FedgraftError(
                 "E-RUN-PROBE-SIZE",
-                f"the probe needs {count} validation images and there are {available}",
+                f"the probe needs {needed} validation images and there are {available}",
                 "raise data.validation or lower algorithm.probe",
-                needed=count,
+                needed=needed,
                 available=available,
             )
-        return count
+        return min(wanted, available)
 
     @property
     def cohort(self) -> list[int]:
