@@ -23,17 +23,15 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import has_one_model
-from fedgraft.client.actions.membership import RARE, membership_of_network
+from fedgraft.client.actions.membership import SPLITS, side_of_network
 from fedgraft.consortium.release_rules import ReleaseRules
 from fedgraft.consortium.shadows import shadow_sums, train_shadows
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Request
 from fedgraft.core.progress import counted
 from fedgraft.core.store import write_text
 from fedgraft.data.federated import FederatedData
 from fedgraft.metrics import membership
-from fedgraft.metrics.membership import COMMON, Attack, Gap
-from fedgraft.metrics.membership import RARE as RARE_GROUP
+from fedgraft.metrics.membership import COMMON, RARE, Attack, Gap
 from fedgraft.metrics.metrics import Metric
 from fedgraft.models.network import VisionNetwork
 from fedgraft.report import html
@@ -81,7 +79,7 @@ class SiteAttack:
     site: str
     by_loss: Attack
     before_training: Attack | None
-    """The same attack on the model that the run began with, which saw no image: what differs without training."""
+    """The same attack on the pretrained model with a new head, which saw no image: what differs without training."""
     by_shadows: Attack | None
     rare: Gap
     common: Gap
@@ -145,7 +143,7 @@ def ask_sites(folder: Path, shadows: int, progress: Callable[[], Progress], repo
     is_rare = membership.rare_classes(data.histogram().sum(0))
     names = data.dataset.classes
     rare = tuple(name for name, flag in zip(names, is_rare, strict=True) if flag)
-    before = _sums_by_site(run, run.base(), is_rare)
+    before = _sums_by_site(run, run.untrained(), is_rare)
     delivered = _sums_by_site(run, run.network, is_rare)
     against_shadows: dict[str, Sums] = {}
     if shadows:
@@ -158,12 +156,15 @@ def ask_sites(folder: Path, shadows: int, progress: Callable[[], Progress], repo
 def _sums_by_site(run: Adapted, network: VisionNetwork, is_rare: np.ndarray) -> dict[str, Sums]:
     """Return the sums of `metrics.membership` of a network at each site, by name of the site."""
     by_site: dict[str, Sums] = {}
-    mask = torch.from_numpy(is_rare).to(torch.uint8)
+    context = run.opened.context
+    rare = torch.from_numpy(is_rare)
     clients = range(run.setup.task.data.clients)
     for client in counted("losses of training and test images", clients, unit="sites"):
-        request = Request("release", 0, client, "membership", auxiliary={RARE: mask})
-        sums = membership_of_network(network, run.opened.context, request, SMALLEST_COUNT)
-        by_site[run.setup.client_names[client]] = sums
+        sides = []
+        for split in SPLITS:
+            side = side_of_network(network, context, client, split, rare)
+            sides.append(membership.side_sums(*side, SMALLEST_COUNT))
+        by_site[run.setup.client_names[client]] = membership.join_sides(*sides)
     return by_site
 
 
@@ -232,7 +233,7 @@ def attacks_of(answers: Answers) -> tuple[SiteAttack, ...]:
                 membership.attack(delivered),
                 None if before is None else membership.attack(before),
                 None if shadows is None else membership.attack(shadows),
-                membership.gap(delivered, RARE_GROUP),
+                membership.gap(delivered, RARE),
                 membership.gap(delivered, COMMON),
             )
         )
@@ -421,8 +422,8 @@ def _notes(answers: Answers, summary: Mapping[str, Any]) -> tuple[str, ...]:
     notes = [
         "The attacker has the model and an image with its label, and asks whether the image was trained on. An area of "
         "0.5 is guessing. Members are a site's training images, outsiders its own test images.",
-        "The attack on the model before training shows how far the two sets differ by themselves; a site whose areas "
-        "before and after are alike gives nothing away by training.",
+        "Before training is the pretrained model with a new head, which saw no image of the run: its area shows how far "
+        "the two sets differ by themselves. Where the areas before and after are alike, training gave nothing away.",
         "A rule is open where the 95 % interval contains its threshold: more images would be needed to say.",
     ]
     if answers.shadow_models:

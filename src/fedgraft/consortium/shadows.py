@@ -119,8 +119,9 @@ def shadow_sums(target: Adapted, shadows: list[Shadow], rare: Tensor, smallest: 
             mean = _mean_over(out_losses, counted.expand_as(out_losses))
             score = membership.shadow_score(loss, mean, spread)
             bins = membership.bins_of(score, -WIDEST_SCORE, WIDEST_SCORE)
-            sides.append((bins, right, membership.is_of_rare_class(labels, rare)))
-        by_client[client] = membership.histogram_sums(sides[0], sides[1], smallest)
+            is_rare = membership.is_of_rare_class(labels, rare)
+            sides.append(membership.side_sums(bins, right, is_rare, smallest))
+        by_client[client] = membership.join_sides(*sides)
     return by_client
 
 

@@ -73,6 +73,9 @@ class Direct:
     def limit_responses(self, most: int) -> None:
         self.limit = most
 
+    def present_clients(self) -> list[int]:
+        return list(range(len(self.nodes)))
+
     def gather(self) -> None:
         for k, request in enumerate(self.requests):
             found = self.nodes[k].carry_out(request).facts
