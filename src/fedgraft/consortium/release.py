@@ -24,8 +24,10 @@ from torch import Tensor
 
 from fedgraft.algorithms.algorithm import has_one_model
 from fedgraft.client.actions.membership import SPLITS, side_of_network
+from fedgraft.consortium.preflight import MINIMUM
 from fedgraft.consortium.release_rules import ReleaseRules
 from fedgraft.consortium.shadows import shadow_sums, train_shadows
+from fedgraft.consortium.small_counts import hide_small
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted
 from fedgraft.core.store import write_text
@@ -42,8 +44,8 @@ from fedgraft.runs.round_log import verify_log
 from fedgraft.runs.saving import protection_label
 from fedgraft.runs.tracking import Progress
 
-SMALLEST_COUNT = 5
-"""Smaller numbers of images are written as "<5"."""
+SMALLEST_COUNT = MINIMUM
+"""Smaller numbers of images are hidden, and with them others from which they would follow."""
 MOST_CLASSES = 20
 """With more classes the page counts a site's images only in all."""
 ALL_SITES = "all sites"
@@ -169,15 +171,17 @@ def _sums_by_site(run: Adapted, network: VisionNetwork, is_rare: np.ndarray) -> 
 
 
 def counts_by_site(data: FederatedData) -> list[dict[str, str]]:
-    """Return a row of counts for each site: training images, and by class where these are few; small counts hidden."""
+    """Return a row of counts for each site: training images, and by class where these are few; small ones hidden."""
     rows = []
     sizes = data.sizes_by_client()
     histogram = data.histogram()
     for client, name in enumerate(data.client_names):
         row = {"site": name, "training images": count_text(sizes[client])}
         if data.classes <= MOST_CLASSES:
-            for label, count in zip(data.dataset.classes, histogram[client], strict=True):
-                row[label] = count_text(int(count))
+            counts = dict(zip(data.dataset.classes, map(int, histogram[client]), strict=True))
+            told = hide_small(counts, SMALLEST_COUNT)
+            for label in data.dataset.classes:
+                row[label] = "hidden" if told[label] is None else str(told[label])
         rows.append(row)
     return rows
 
@@ -422,8 +426,8 @@ def _notes(answers: Answers, summary: Mapping[str, Any]) -> tuple[str, ...]:
     notes = [
         "The attacker has the model and an image with its label, and asks whether the image was trained on. An area of "
         "0.5 is guessing. Members are a site's training images, outsiders its own test images.",
-        "Before training is the pretrained model with a new head, which saw no image of the run: its area shows how far "
-        "the two sets differ by themselves. Where the areas before and after are alike, training gave nothing away.",
+        "Before training is the pretrained model with a new head, which saw no image of the run: its area shows how "
+        "far the two sets differ by themselves. Where areas before and after are alike, training gave nothing away.",
         "A rule is open where the 95 % interval contains its threshold: more images would be needed to say.",
     ]
     if answers.shadow_models:
