@@ -174,8 +174,12 @@ def test_scores_against_shadows_are_those_of_a_plain_loop(runs: dict[str, Path],
         out = [log_loss(shadow.run, False, row) for shadow in made if row not in shadow.trained]
         assert len(out) == 2
         members.append((log_loss(target, False, row), out))
-    for row in data.test_rows(1).tolist():
-        outsiders.append((log_loss(target, True, row), [log_loss(shadow.run, True, row) for shadow in made[::2]]))
+    drawn = shadows.drawn_for_tests(target.setup.config.seed, 1, len(data.test_rows(1)), 4)
+    assert drawn.sum(1).tolist() == [2] * len(drawn) and 0.2 < float(drawn[:, 0].double().mean()) < 0.8
+    for row, chosen in zip(data.test_rows(1).tolist(), drawn.tolist(), strict=True):
+        assert chosen[0] != chosen[1] and chosen[2] != chosen[3]
+        out = [log_loss(shadow.run, True, row) for shadow, one in zip(made, chosen, strict=True) if one]
+        outsiders.append((log_loss(target, True, row), out))
     squares = sum(((np.array(out) - np.mean(out)) ** 2).sum() for _, out in members + outsiders)
     spread = (squares / (len(members) + len(outsiders))) ** 0.5
     for name, images in (("members", members), ("outsiders", outsiders)):

@@ -355,6 +355,8 @@ def _facts(
     summary: Mapping[str, Any], log_text: str, mismatches: Sequence[str], folder: Path, deployed: bool
 ) -> dict[str, str]:
     """Return what the page says of the run as a whole, by name."""
+    from fedgraft.client.policy import from_table, in_words
+    from fedgraft.config.agreement import policy_of_config
     from fedgraft.config.build import build_algorithm
     from fedgraft.config.load import from_folder
 
@@ -375,11 +377,18 @@ def _facts(
             "client with all of its images"
         )
         outside = account.get("not_covered") or []
-        facts["outside of epsilon"] = "; ".join(outside) or "nothing that is known"
+        outside = [*outside, "the figures of this page, which are counts about training images without noise"]
+        facts["outside of epsilon"] = "; ".join(outside)
+    implied = policy_of_config(config, algorithm)
+    facts["rules of the config at every node"] = "; ".join(in_words(implied))
+    if config.policy:
+        facts["the config's own policy"] = "; ".join(in_words(from_table(config.policy, "the config's policy")))
     facts["policies of the owners"] = "a simulation has none"
     if deployed:
-        facts["policies of the owners"] = "each node's own, in force on its machine; its owner sees what left it with "
-        facts["policies of the owners"] += "`fedgraft deploy ledger`"
+        facts["policies of the owners"] = (
+            "each node's own, which only its owner knows, in force beside the config's: who answered allowed this "
+            "config and the action 'membership'; what left a node its owner sees with `fedgraft deploy ledger`"
+        )
     return facts
 
 

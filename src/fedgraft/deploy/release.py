@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedgraft.client.actions import action_named
 from fedgraft.client.actions.membership import RARE, SPLITS
-from fedgraft.config.load import Config
+from fedgraft.config.load import Config, from_folder
 from fedgraft.consortium.release import ALL_SITES, Answers, Sums, count_text
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request
@@ -34,6 +34,21 @@ from fedgraft.server.validate import Field, validate_responses
 ACTION = "membership"
 RESULT_FILE = "membership.json"
 """The file with the nodes' sums, in the folder of a release."""
+
+
+def require_same_division(config: Config, run: Path) -> None:
+    """Raise unless nodes divide their images under the federation's config as they did in the run.
+
+    Images that the run trained on would count as held out otherwise, and the attack would look weaker than it is.
+    """
+    trained = from_folder(run)
+    if (trained.seed, trained.data, trained.partition) != (config.seed, config.data, config.partition):
+        raise FedgraftError(
+            "E-DEPLOY-RELEASE-DIVISION",
+            f"{run} was not trained on the images that nodes train on under the federation's config",
+            "release a run of this federation: seed, [data] and [partition] must be the same",
+            path=str(run),
+        )
 
 
 def ask_nodes(config: Config, folder: Path, engine: Any, model: str, rare: Sequence[str] = ()) -> dict[str, Any]:
