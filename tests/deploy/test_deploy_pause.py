@@ -1,4 +1,4 @@
-"""A node that is paused for 45 seconds in a secure run of three: the run waits for it, and ends as without the pause."""
+"""A node paused for 45 seconds in a secure run of three: the run waits for it, and ends as without the pause."""
 
 from __future__ import annotations
 

@@ -221,9 +221,10 @@ class NodeRegistry:
         needed = max(1, least)
         if len(self.nodes) < needed:
             refusals = "".join(f"; node {node} was refused: {reason}" for node, reason in self.refused.items())
+            waited = min(clock() - began, patience)
             raise FedgraftError(
                 "E-ENGINES-TOO-FEW-NODES",
-                f"after {min(clock() - began, patience):.0f} s only {len(self.nodes)} of {self.clients} clients have a node and at least "
+                f"after {waited:.0f} s only {len(self.nodes)} of {self.clients} clients have a node and at least "
                 f"{needed} are needed{refusals}",
                 "start the others and resume",
                 nodes=len(self.nodes),
