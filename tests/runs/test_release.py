@@ -218,6 +218,7 @@ def test_the_page_holds_counts_and_no_number_of_an_image(runs: dict[str, Path], 
     assert "<script>alert" not in page and "&lt;script&gt;" in page
     written = json.loads((tmp_path / "release.json").read_text())
     assert written["verdict"] == "fail" and len(written["attacks"]) == 4
+    assert all("-" in row["value"] for row in written["metrics"]), "a metric without its interval"
     assert "melanoma" in written["notes"][-2]
 
 

@@ -407,10 +407,12 @@ def _metric_rows(summary: Mapping[str, Any]) -> list[dict[str, str]]:
             metric = Metric(**values)
             rows.append({"metric": name, "value": str(metric), "images": str(metric.n)})
     test = summary.get("test") or {}
-    if not rows and "accuracy" in test:
-        rows.append(
-            {"metric": "accuracy", "value": f"{100 * test['accuracy']:.1f} %", "images": str(test.get("count"))}
-        )
+    if not rows and test.get("count"):
+        images = int(test["count"])
+        hits = round(images * test["accuracy"])
+        low, high = membership.wilson(hits, images)
+        accuracy = Metric(hits / images, low, high, images, "%", hits)
+        rows.append({"metric": "accuracy", "value": str(accuracy), "images": str(images)})
     return rows
 
 

@@ -185,8 +185,8 @@ def newcombe(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, fl
     """
     p = first[0] / first[1]
     q = second[0] / second[1]
-    low_p, high_p = _wilson(*first)
-    low_q, high_q = _wilson(*second)
+    low_p, high_p = wilson(*first)
+    low_q, high_q = wilson(*second)
     below = np.sqrt((p - low_p) ** 2 + (high_q - q) ** 2)
     above = np.sqrt((high_p - p) ** 2 + (q - low_q) ** 2)
     return float(p - q - below), float(p - q + above)
@@ -200,7 +200,8 @@ def shadow_score(target: Tensor, out_mean: Tensor, out_deviation: float) -> Tens
     return (target - out_mean) / max(out_deviation, 1e-6)
 
 
-def _wilson(hits: int, n: int) -> tuple[float, float]:
+def wilson(hits: int, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of `n`: Wilson's."""
     low, high = intervals.wilson(np.asarray(float(hits)), np.asarray(float(n)))
     return float(low), float(high)
 
@@ -208,7 +209,7 @@ def _wilson(hits: int, n: int) -> tuple[float, float]:
 def _share(hits: int, n: int) -> Metric | None:
     if not n:
         return None
-    low, high = _wilson(hits, n)
+    low, high = wilson(hits, n)
     return Metric(hits / n, low, high, n, "%", hits)
 
 

@@ -201,6 +201,16 @@ def _one(data: Path, site: int = 0) -> tuple[object, list[np.ndarray]]:
     return dataset, module.rows_by_site(dataset)[1][site]
 
 
+def test_a_class_that_one_site_alone_has_is_named(data: Path) -> None:
+    """A secure sum does not hide what this site adds to the class, so its owner is told before the run."""
+    assert "lone_class" not in {finding.kind for finding in run_preflight(config(data))[1]}
+    for part in ("train", "test"):
+        shutil.copytree(data / "south" / part / "benign", data / "south" / part / "lentigo")
+    _, reported = run_preflight(config(data))
+    (finding,) = [finding for finding in reported if finding.kind == "lone_class"]
+    assert finding.site == "south" and "lentigo" in finding.text
+
+
 def test_a_map_settles_slips_and_a_run_refuses_them_without_one(data: Path, tmp_path: Path) -> None:
     from fedgraft.config.federate import federate
 
