@@ -1,4 +1,4 @@
-"""SECURITY.md is one page whose claims have tests: each names rows of the annex, and each row names tests that exist."""
+"""SECURITY.md is one page whose claims have tests: each names rows of the annex, each row tests that exist."""
 
 from __future__ import annotations
 
