@@ -10,10 +10,10 @@ import io
 import shutil
 from pathlib import Path
 
+from fedgraft.report.watch import frame
 from rich.console import Console
 
 from fedgraft.config.load import validate
-from fedgraft.report.watch import frame
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.loop import run
 

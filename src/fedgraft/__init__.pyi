@@ -44,6 +44,7 @@ from fedgraft.algorithms import fedsa_lora as fedsa_lora
 from fedgraft.algorithms import fedsb as fedsb
 from fedgraft.algorithms import fedsgd as fedsgd
 from fedgraft.algorithms import fedshibu as fedshibu
+from fedgraft.algorithms import fedshibu_probe as fedshibu_probe
 from fedgraft.algorithms import fedties as fedties
 from fedgraft.algorithms import fedyogi as fedyogi
 from fedgraft.algorithms import flasc as flasc

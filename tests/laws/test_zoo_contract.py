@@ -61,6 +61,7 @@ LORA_ALGORITHMS = ("fedsa_lora", "flasc", "rolora", "la_lora", "lora_fair", "fed
 SMALL: dict[str, dict[str, Any]] = {  # numbers that fit a toy: few examples, narrow layers
     "fedalign": {"keep": 3, "top": 3, "probe": 64},
     "fedshibu": {"samples": 12},
+    "fedshibu_probe": {"probe": 64},
     "fedavg_crsm": {"samples": 12},
     **{name: {"trainable": LowRank(2, 4.0, ("1",))} for name in LORA_ALGORITHMS},
     "fedsb": {"trainable": LowRank(4, 4.0, ("1",), core_from="weights")},
@@ -482,6 +483,7 @@ NOT_PACKED = {  # what the packed engine leaves to the client's own code, and wh
         "fedavg_crsm",
         "fedavg_crsm/learned",
         "fedshibu",
+        "fedshibu_probe",
         "fedshibu/learned",
         "fedshibu/absent=mean",
         *(f"fedshibu/{kind}" for kind in SIMILARITIES if kind != "constant"),
@@ -823,6 +825,15 @@ def fedova_of_one_client_is_its_own_training() -> None:
     assert not torch.equal(alone, sgd_alone(named("fedavg")(), 0, 3))
 
 
+def fedshibu_probe_is_that_similarity() -> None:
+    ours = run(named("fedshibu_probe")(), **FULL).state.personal
+    theirs = run(named("fedshibu", similarity="probe_cka", probe=64)(), **FULL).state.personal
+    others = run(named("fedshibu")(), **FULL).state.personal
+    for client, model in ours.items():
+        assert torch.equal(model, theirs[client])
+        assert not torch.equal(model, others[client])
+
+
 DEGENERATE: dict[str, list[Callable[[], None]]] = {
     "fedavg": [fedavg_of_one_is_plain_training],
     "fedsgd": [fedsgd_is_one_gradient_step],
@@ -850,6 +861,10 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
         equal_to_fedavg(named("fedshibu", similarity="learned", self_weight=0.0), "fedbabu", **FULL),
         self_weight_one_is_local_only,
         self_weight_is_mixing_with_that_constant,
+    ],
+    "fedshibu_probe": [  # one client's mixture is its own model
+        equal_to_fedavg(named("fedshibu_probe"), "fedbabu", clients=1, per_round=1),
+        fedshibu_probe_is_that_similarity,
     ],
     "fedavg_crsm": [equal_to_fedavg(named("fedavg_crsm", similarity="constant"), **FULL)],
     "local_only": [local_only_is_every_client_alone],

@@ -132,6 +132,7 @@ DEVIATIONS: Mapping[str, str] = {
     "feddare": "on the updates of one round",
     "fedfisher": "on the updates of one round",
     "fedshibu": "a similarity is multiplied by the other client's number of images",
+    "fedshibu_probe": "a similarity is multiplied by the other client's number of images",
     "fedavg_crsm": "a similarity is multiplied by the other client's number of images",
     "fedrep": "head and body take equally many steps",
     "fedbn": "every kind of normalisation layer",
@@ -366,6 +367,7 @@ def personalized_rows() -> list[Row]:
         options = {"similarity": similarity, "samples": 12, "probe": 64}
         wrong = {"similarity": "constant", "constant": 0.5}
         rows.append(Row("fedshibu", mixing.fedshibu, options, wrong))
+    rows.append(Row("fedshibu_probe", mixing.fedshibu_probe, {"probe": 64}, {"similarity": "cka_linear"}))
     for similarity in ("cka_linear", "label_histogram", "learned"):
         options = {"similarity": similarity, "samples": 12, "absent": "mean"}
         rows.append(Row("fedavg_crsm", mixing.mixed, options, {"similarity": "constant", "constant": 0.5}))

@@ -197,7 +197,8 @@ def everything(root: Path, patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
     with pytest.raises(FedgraftError) as refusal:
         run(load(None, [*words, f"data.path={damaged}"]), root / "broken")
     pieces["sentence of an error"] = (str(refusal.value) + repr(refusal.value.fields)).encode()
-    config: Config = load(None, [*RUN, "partition.clients=2", "data.grey_window=[0,4095]"])
+    # Six patients a node: with the default share no node would have one for validation.
+    config: Config = load(None, [*RUN, "partition.clients=2", "data.grey_window=[0,4095]", "data.validation=0.3"])
     machines = Recording(config, root / "deployed", root / "nodes", patch, data=node_folders(root))
     run_deployed(config, root / "deployed", machines)
     asked = Recording(config, root / "deployed", root / "nodes", patch, data=node_folders(root), task="preflight")

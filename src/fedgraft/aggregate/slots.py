@@ -288,7 +288,8 @@ class Mixing:
         state has one.
         """
         state = step.state
-        matrix = mixing_matrix(self.similarity(answers), answers.examples)
+        similarity = self.similarity(answers)
+        matrix = mixing_matrix(similarity, answers.examples)
         anchor = state.vector
         models = [state.model_of(k) for k in answers.clients]
 
@@ -311,4 +312,4 @@ class Mixing:
                 personal = {**state.personal, **personal}
         # The anchor follows the mean: a client that joins late starts from the present models, not from old ones.
         new_state = replace(state, round=state.round + 1, vector=common, personal=personal)
-        return Advanced(new_state, common - anchor, {"mixing": matrix})
+        return Advanced(new_state, common - anchor, {"mixing": matrix, "similarity": similarity})

@@ -36,6 +36,7 @@ from fedgraft.algorithms.personalized import (
     fedper,
     fedrep,
     fedshibu,
+    fedshibu_probe,
     ifca,
     local_only,
 )
@@ -66,6 +67,7 @@ TABLE = (
     fedfisher,
     fedbabu,
     fedshibu,
+    fedshibu_probe,
     fedavg_crsm,
     local_only,
     fedper,

@@ -151,6 +151,10 @@ def fedshibu(
 ) -> Algorithm:
     """One body per client, mixed by representation similarity; the head is frozen. Constant 1 is FedBABU.
 
+    As published, a similarity compares rows of different images: each client represents itself by images of its own.
+    CKA is defined for two networks on the same rows; on others it does not tell who holds the same classes, and acts as
+    a weight of the own model. `fedshibu_probe` compares on shared images.
+
     Unlike the source: a similarity is multiplied by the other client's number of images.
 
     Args:
@@ -169,6 +173,21 @@ def fedshibu(
 
 
 @in_range
+def fedshibu_probe(
+    absent: Literal["keep", "mean"] = "keep", probe: Probe = 256, noise: NotNegative = 0.0, **slots: Any
+) -> Algorithm:
+    """FedSHIBU with CKA on images that all clients share, so that row r is the same image in both networks.
+
+    Args:
+        absent: model of the clients outside the cohort: their own, or the mean of the others
+        probe: shared probe images, from validation
+        noise: standard deviation of the noise on representations; rows are scaled to length one first
+    """
+    made = fedshibu(similarity="probe_cka", absent=absent, probe=probe, noise=noise, **slots)
+    return vary(made, name="fedshibu_probe")
+
+
+@in_range
 def fedavg_crsm(
     similarity: Similarity = "cka_linear",
     constant: Unit = 1.0,
@@ -180,7 +199,9 @@ def fedavg_crsm(
     aside: Inner = 0.2,
     **slots: Any,
 ) -> Algorithm:
-    """One model per client, head included, mixed by representation similarity. Constant 1 is FedAvg.
+    """One model per client, head and all, mixed by representation similarity. Everything trains; constant 1 is FedAvg.
+
+    As with `fedshibu`, similarities but `probe_cka` compare rows of different images.
 
     Unlike the source: a similarity is multiplied by the other client's number of images.
 
@@ -195,7 +216,7 @@ def fedavg_crsm(
         self_weight: similarity=learned: the same fixed weight for all clients instead
         aside: similarity=learned: share of a client's images that it is learned on
     """
-    made = vary(fedavg(**slots), name="fedavg_crsm")
+    made = vary(fedavg(**{"trainable": everything(), **specified(slots)}), name="fedavg_crsm", own_kind=True)
     return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)
 
 

@@ -1,7 +1,7 @@
-"""Representations in a run's report: alignment by client and layer, and the mixing matrices of a few rounds.
+"""Representations in a run's report: alignment by client and layer, and the matrices between clients of a few rounds.
 
-Alignment is in every line of metrics.jsonl (FedAlignAvg with scores of the clients); mixing matrices (FedSHIBU) are
-stored as small files in the folder of figures.
+Alignment is in every line of metrics.jsonl (FedAlignAvg with scores of the clients). The similarity of clients and the
+mixing weights that follow from it (FedSHIBU) are stored as one small file a round in the folder of figures.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def by_client(lines: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]
 
 
 def stored_rounds(config: Config) -> set[int]:
-    """Return the rounds (counted from one) whose mixing matrix a run stores: as configured, else three."""
+    """Return the rounds (counted from one) whose matrices between clients a run stores: as configured, else three."""
     total = config.rounds.total
     return set(config.track.mixing_rounds) or {1, (total + 1) // 2, total}
 
 
 def store_mixing(run: Path, config: Config, summary: RoundSummary) -> None:
-    """Store the mixing matrix of a round in the run's folder of figures, if it is one of `stored_rounds`.
+    """Store the similarity and the mixing weights of a round in the folder of figures, if it is one of `stored_rounds`.
 
     `run` is the run folder. A resumed run writes the same bytes again.
     """
@@ -59,7 +59,10 @@ def store_mixing(run: Path, config: Config, summary: RoundSummary) -> None:
     import torch
 
     ids = torch.tensor(summary.record["clients"]["ids"])
-    tensors = {"mixing": summary.extra["mixing"].float().contiguous(), "clients": ids}
+    tensors = {"clients": ids}
+    for name in ("mixing", "similarity"):
+        if name in summary.extra:
+            tensors[name] = summary.extra[name].float().contiguous()
     path = _mixing_file(run, number)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -74,7 +77,7 @@ def store_mixing(run: Path, config: Config, summary: RoundSummary) -> None:
 
 
 def _mixing_file(run: Path, number: int) -> Path:
-    """Return the path of a round's mixing matrix."""
+    """Return the path of a round's matrices between clients."""
     return run / "figures" / f"crsm-round-{number:06d}.safetensors"
 
 
@@ -87,26 +90,60 @@ def mixing_rounds(run: Path) -> list[int]:
 
 
 def read_mixing_round(run: Path, number: int, clients: int) -> np.ndarray:
-    """Return the stored mixing matrix of round `number` of the run folder `run`.
+    """Return the stored mixing weights of round `number` of the run folder `run`.
 
-    It is among all `clients`, NaN for those outside the round's cohort; of many clients only the cohort's.
+    They are among all `clients`, NaN for those outside the round's cohort; of many clients only the cohort's.
     """
+    matrix, ids = _stored_matrix(run, number, "mixing")
+    assert matrix is not None  # each file has one
+    return _among_all(matrix, ids, clients)
+
+
+def read_similarity_round(run: Path, number: int, clients: int) -> np.ndarray | None:
+    """Return the stored similarity of clients in round `number`, shaped as by `read_mixing_round`.
+
+    The diagonal is NaN: a client is as similar to itself as can be, and that one colour would hide all others. None:
+    the run is of a version that stored only mixing weights.
+    """
+    matrix, ids = _stored_matrix(run, number, "similarity")
+    if matrix is None:
+        return None
+    masked = matrix.copy()
+    np.fill_diagonal(masked, np.nan)
+    return _among_all(masked, ids, clients)
+
+
+def read_mixing(run: Path, clients: int) -> dict[str, np.ndarray]:
+    """Return the stored mixing weights of the run folder `run`, by "round N", each as `read_mixing_round` does."""
+    matrices = {}
+    for number in mixing_rounds(run):
+        matrices[f"round {number}"] = read_mixing_round(run, number, clients)
+    return matrices
+
+
+def read_similarity(run: Path, clients: int) -> dict[str, np.ndarray]:
+    """Return the stored similarities of the run folder `run`, by "round N", each as `read_similarity_round` does."""
+    matrices = {}
+    for number in mixing_rounds(run):
+        matrix = read_similarity_round(run, number, clients)
+        if matrix is not None:
+            matrices[f"round {number}"] = matrix
+    return matrices
+
+
+def _stored_matrix(run: Path, number: int, name: str) -> tuple[np.ndarray | None, np.ndarray]:
+    """Return a stored matrix (m, m) of round `number`, None if the file lacks it, and the cohort's m clients."""
     import safetensors.numpy
 
     tensors = safetensors.numpy.load(_mixing_file(run, number).read_bytes())
-    matrix = tensors["mixing"]
-    ids = tensors["clients"]
+    return tensors.get(name), tensors["clients"]
+
+
+def _among_all(matrix: np.ndarray, ids: np.ndarray, clients: int) -> np.ndarray:
+    """Return a cohort's matrix among all clients, NaN elsewhere; beyond `_FULL_MATRIX` clients the cohort's alone."""
     all_clients = max(clients, int(ids.max()) + 1)
     if all_clients > _FULL_MATRIX:
         return matrix
     full = np.full((all_clients, all_clients), np.nan)
     full[ids[:, None], ids[None, :]] = matrix
     return full
-
-
-def read_mixing(run: Path, clients: int) -> dict[str, np.ndarray]:
-    """Return the stored mixing matrices of the run folder `run`, by "round N", each as `read_mixing_round` does."""
-    matrices = {}
-    for number in mixing_rounds(run):
-        matrices[f"round {number}"] = read_mixing_round(run, number, clients)
-    return matrices

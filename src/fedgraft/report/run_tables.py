@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.core.files import json_ready
-from fedgraft.report.representation_figures import by_client, read_mixing
+from fedgraft.report.representation_figures import by_client, read_mixing, read_similarity
 from fedgraft.report.sections import Grid, Matrix, Part, Rows, Texts
 from fedgraft.report.values import NONE, label, metric, metric_column
 
@@ -177,11 +177,19 @@ def alignment(lines: Rows) -> list[Part]:
 
 
 def mixing(run: Path, clients: int) -> list[Part]:
-    """Return the mixing matrices stored in the run folder `run`, of `clients` clients; nothing if there are none."""
+    """Return the similarities and mixing weights stored in the run folder `run`, of `clients` clients; [] without."""
+    return [
+        *_matrices("Similarity of clients (a client's own is left out)", read_similarity(run, clients)),
+        *_matrices("Mixing weights between clients", read_mixing(run, clients)),
+    ]
+
+
+def _matrices(title: str, matrices: Mapping[str, Any]) -> list[Part]:
+    """Return a heading and a matrix for each of these matrices by round."""
     parts: list[Part] = []
-    for title, matrix in read_mixing(run, clients).items():
+    for round, matrix in matrices.items():
         rows = {str(client): values for client, values in enumerate(json_ready(matrix))}
-        parts.append(Texts([f"Mixing weights between clients, {title}"], "heading"))
+        parts.append(Texts([f"{title}, {round}"], "heading"))
         parts.append(Matrix(rows, range(len(rows))))
     return parts
 

@@ -28,6 +28,7 @@ def warnings_for(setup: RunSetup, opened: OpenRun, engines: Engines) -> list[str
     warnings += _dominant_noise(setup, opened)
     warnings += _repeatable_noise(setup)
     warnings += _meaningless_epsilon(setup)
+    warnings += _unpaired_rows(setup)
     warnings += _noised_representations(setup)
     warnings += _outside_account(setup)
     if setup.algorithm.privacy.collects_sum:
@@ -132,6 +133,21 @@ def _meaningless_epsilon(setup: RunSetup) -> list[str]:
     return [
         f"privacy.dp.noise={account.noise:g} gives no meaningful guarantee: after {account.planned} rounds epsilon "
         f"is {format_epsilon(account.epsilon)}; raise the noise or set privacy.dp.epsilon"
+    ]
+
+
+UNPAIRED = ("mixture:cka_linear", "mixture:cka_rbf", "mixture:cka_debiased", "mixture:rsa")
+"""Mixtures by similarities of two networks on the same rows, computed on each client's own images."""
+
+
+def _unpaired_rows(setup: RunSetup) -> list[str]:
+    """Return the warning of a similarity that compares rows of different images."""
+    if setup.algorithm.aggregate.name not in UNPAIRED:
+        return []
+    return [
+        "this similarity compares rows of different images, as published: it does not tell which clients hold the "
+        "same classes, and acts as a weight of the own model (docs/results/q4.md); algorithm.name=fedshibu_probe or "
+        "algorithm.similarity=probe_cka compares on images that all clients share"
     ]
 
 

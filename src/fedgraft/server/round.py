@@ -38,7 +38,7 @@ class RoundSummary:
     record: Mapping[str, Any]
     rejections: tuple[Rejection, ...] = ()
     extra: Mapping[str, Tensor] = field(default_factory=dict)
-    """Matrices for figures: the mixing matrix, alignment scores."""
+    """Matrices for figures: the similarity of clients and the mixing matrix that follows from it, alignment scores."""
     digests: Mapping[int, str] = field(default_factory=dict)
     """Digest of each accepted response's bytes by client; empty where who took part is hidden or private."""
 

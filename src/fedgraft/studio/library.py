@@ -19,7 +19,7 @@ from fedgraft.core.files import json_ready
 from fedgraft.report.charts import AXES, compare_charts
 from fedgraft.report.compare import over_seeds, view_comparison
 from fedgraft.report.metrics_tail import MetricsTail
-from fedgraft.report.representation_figures import mixing_rounds, read_mixing_round
+from fedgraft.report.representation_figures import mixing_rounds, read_mixing_round, read_similarity_round
 from fedgraft.report.round_table import log_tail, round_rows
 from fedgraft.report.run_index import RunIndex
 from fedgraft.report.run_record import RunRecord, current_phases
@@ -228,14 +228,19 @@ class RunLibrary:
         return {"warnings": list(comparison.warnings), "sections": [part.as_json() for part in comparison.sections]}
 
     def matrix(self, name: str, number: int) -> dict[str, Any]:
-        """Return the similarity matrix of a run after round `number`, NaN as null."""
+        """Return the similarity of a run's clients in round `number`, NaN (the diagonal, absent clients) as null.
+
+        Runs of versions that stored mixing weights alone show those.
+        """
         record = self.record(name)
         if number not in mixing_rounds(record.path):
             raise FedgraftError(
                 "E-STUDIO-ROUND", f"{name} stored no matrix of round {number}", "choose one of the slider", round=number
             )
         holdings = read_holdings(record)
-        values = read_mixing_round(record.path, number, len(holdings.counts))
+        values = read_similarity_round(record.path, number, len(holdings.counts))
+        if values is None:
+            values = read_mixing_round(record.path, number, len(holdings.counts))
         return {"round": number, "values": json_ready(values), "names": list(holdings.clients)}
 
     def log(self, name: str, before: int | None = None) -> dict[str, Any]:

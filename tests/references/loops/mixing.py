@@ -75,6 +75,12 @@ def fedshibu(problem: Problem, local: Local, similarity: str, **options: object)
     return mixed(problem, local, similarity, is_body, **options)  # type: ignore[arg-type]
 
 
+def fedshibu_probe(problem: Problem, local: Local, probe: int, similarity: str = "probe_cka") -> Outcome:
+    """FedSHIBU whose similarity is CKA on the images that all clients share, `probe` of them."""
+    assert probe == len(problem.probe)
+    return mixed(problem, local, similarity, is_body)
+
+
 def local_only(problem: Problem, local: Local, similarity: float = 0.0) -> Outcome:
     """Every client trains alone: similarity 0 to everybody else."""
     return mixed(problem, local, "constant", constant=similarity)
