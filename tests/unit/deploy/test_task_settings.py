@@ -12,7 +12,6 @@ pytest.importorskip("flwr", reason="needs the extra 'flower'")
 
 from fedgraft.deploy import app, coordinator, flower_apps
 
-
 SET_BY_THE_SERVER = {"run"}
 """The number of the run, which the server adds to the settings."""
 
