@@ -213,7 +213,7 @@ def bars(root: Path, specs: Sequence[Spec]) -> list[str]:
 
 def others(root: Path) -> dict[str, Any]:
     """The benchmarks without peers that have a result, by name: their modules, which know how to show it."""
-    names = ("job", "start", "head", "scale", "sparse", "fisher", "micro", "flower", "socket")
+    names = ("job", "start", "head", "scale", "sparse", "fisher", "micro", "flower", "socket", "studio")
     return {name: import_module(f"benchmarks.bench_{name}") for name in names if (root / f"{name}.json").exists()}
 
 

@@ -146,7 +146,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "least"), [("README.md", 5), ("docs/guide.md", 10)])
+@pytest.mark.parametrize(("page", "least"), [("README.md", 5), ("docs/guide.md", 10), ("docs/studio.md", 4)])
 def test_what_the_page_says_can_be_done(page: str, least: int, place: Path) -> None:
     reader = Reader((ROOT / page).read_text())
     reader.follow()

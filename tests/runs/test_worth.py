@@ -34,7 +34,7 @@ def test_the_page_holds_what_the_runs_themselves_measured(tmp_path: Path) -> Non
         assert site["models"]["federated"]["value"] == pytest.approx(own["value"]) and site["images"] == own["n"]
         gap = site["models"]["federated"]["value"] - site["models"]["alone"]["value"]
         assert site["gain"]["value"] == pytest.approx(gap)  # paired on the same images
-    assert {"worth.html", "worth.md", "worth.png", "worth-2.png"} <= {p.name for p in (tmp_path / "page").iterdir()}
+    assert {"worth.html", "worth.md", "worth.json"} <= {p.name for p in (tmp_path / "page").iterdir()}
 
 
 def site(name: str, low: float, high: float) -> Site:

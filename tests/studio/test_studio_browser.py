@@ -177,6 +177,30 @@ def test_the_slider_moves_through_the_rounds(tmp_path: Path, browser: Any) -> No
         page.keyboard.press("Home")
         page.wait_for_selector("#matrix td:text-is('0.97')")
         assert page.locator("output").inner_text() == "round 1"
+        assert not page.locator("#kind").is_visible(), "this run stored one kind of matrix"
+        page.close()
+
+
+def test_similarity_and_mixing_weights_are_both_shown(tmp_path: Path, browser: Any) -> None:
+    folder = write_run(tmp_path / "runs" / "both")
+    (folder / "figures").mkdir()
+    for number in (1, 2):
+        tensors = {"mixing": np.full((2, 2), 0.5, np.float32), "similarity": np.full((2, 2), number / 10, np.float32)}
+        safetensors.numpy.save_file(
+            {**tensors, "clients": np.arange(2)}, folder / "figures" / f"crsm-round-{number:06d}.safetensors"
+        )
+    with served(studio_of(tmp_path / "runs", cache=tmp_path / "index")) as server:
+        page = browser.new_page()
+        page.goto(server.address)
+        page.wait_for_selector("tr[data-run]")
+        go(page, "#/run?run=both&tab=similarity")
+        page.wait_for_selector("#matrix td:text-is('0.20')")
+        assert page.locator("#matrix td:text-is('0.20')").count() == 2, "a client's own similarity is left out"
+        page.focus("#round")
+        page.keyboard.press("Home")
+        page.wait_for_selector("#matrix td:text-is('0.10')")
+        page.select_option("#kind", "mixing")
+        page.wait_for_selector("#matrix td:text-is('0.50')")
         page.close()
 
 
@@ -458,18 +482,44 @@ CONTRAST = """() => {
 }"""
 
 
+PALE_CURVES = """(() => {
+    const probe = document.createElement('span'), low = [];
+    document.querySelector('.card').append(probe);
+    probe.textContent = 'x';
+    for (const name of [...Array(7).keys()].map(i => `--c${i}`)) {
+        probe.style.color = `var(${name})`;
+        for (const [, ratio] of CONTRAST) if (ratio < 3) low.push(name);
+    }
+    probe.remove();
+    return low;
+})()"""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_contrast(tmp_path: Path, browser: Any, scheme: Any) -> None:
+    """Text 4.5 to 1 in every view, also in a chart's note and a running run's badge; curves 3 to 1 on their card."""
+    import fcntl
+
     write_run(tmp_path / "runs" / "a")
     write_run(tmp_path / "runs" / "b", status="interrupted")
-    with served(studio_of(tmp_path / "runs", True, tmp_path / "index")) as server:
+    live = write_run(tmp_path / "runs" / "live", status="running")
+    with (live / ".lock").open("w") as lock, served(studio_of(tmp_path / "runs", True, tmp_path / "index")) as server:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         page = browser.new_page(color_scheme=scheme)
         page.goto(server.address)
         page.wait_for_selector("tr[data-run]")
-        for view in ("#/runs", "#/run?run=b", "#/compare?run=a&run=b", "#/new"):
+        for view in ("#/runs", "#/run?run=b", "#/run?run=live", "#/compare?run=a&run=b", "#/new"):
             go(page, view)
             page.wait_for_timeout(200)
+            if page.locator(".chart svg[tabindex]").count():
+                page.locator(".chart svg[tabindex]").first.focus()
+                page.keyboard.press("ArrowRight")
+                assert page.locator(".tip:not([hidden])").count() == 1
             assert page.evaluate(CONTRAST) == []
+        go(page, "#/run?run=live")
+        page.wait_for_selector(".badge.running")
+        curves = PALE_CURVES.replace("CONTRAST", f"({CONTRAST})()")
+        assert page.evaluate(curves) == []
         page.evaluate("document.documentElement.style.setProperty('--soft', 'var(--line)')")
         assert page.evaluate(CONTRAST) != [], "the check must see pale text"
         page.close()

@@ -20,7 +20,7 @@ def studio(
     folder: Annotated[Path, typer.Argument(help="a folder of runs, one run, or a federation's folder")] = Path("runs"),
     port: Port = None,
     allow_actions: Annotated[
-        bool, typer.Option("--allow-actions", help="the page may start, stop, resume and evaluate runs")
+        bool, typer.Option("--allow-actions", help="the page may start, stop, resume, evaluate and release runs")
     ] = False,
     open_page: Open = False,
 ) -> None:

@@ -95,6 +95,21 @@ class Policy:
         default_factory=dict, metadata={"says": "least and largest value of the numbers in a request"}
     )
 
+    def changed_rules(self) -> dict[str, str]:
+        """Return the rules that differ from their defaults, by name, as text."""
+        rules = {}
+        default = Policy()
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "ranges" or value == getattr(default, item.name):
+                continue
+            if isinstance(value, tuple):
+                value = ", ".join(value)
+            rules[item.name] = str(value)
+        for name, (low, high) in self.ranges.items():
+            rules[f"ranges.{name}"] = f"{low:g} to {high:g}"
+        return rules
+
     # ---- one request -----------------------------------------------------------------------------------------------
 
     def check(self, request: Request, algorithm: Algorithm) -> None:

@@ -144,8 +144,8 @@ class TrackTable(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     mixing_rounds: tuple[int, ...] = Field(
         (),
-        description="mixtures: rounds whose similarity and mixing weights are stored and drawn (default: first, middle, "
-        "last)",
+        description="mixtures: rounds whose similarity and mixing weights are stored and drawn (default: first, "
+        "middle, last)",
     )
 
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ from fedgraft.data.pixels.rule import FORMATS, Slice, Source, Unreadable, Window
 from fedgraft.data.pixels.scans import is_scan, scan_facts
 from fedgraft.data.pixels.store import ImageStore, cache_dir
 from fedgraft.data.sources.assemble import Dataset
-from fedgraft.report import figures
+from fedgraft.report import html
+from fedgraft.report.preflight_view import preflight_sections, range_text
 from fedgraft.runs.environment import PACKAGES, installed
 
 MINIMUM = 5
@@ -85,7 +87,7 @@ def site_facts(
     dataset: Dataset,
     rows: Sequence[Iterable[int]],
     minimum: int = MINIMUM,
-    policy: bool = True,
+    rules: Mapping[str, str] | None = MappingProxyType({}),
     window: Window = None,
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Return the facts of one site's data as plain numbers, and the digests of its images, which must stay secret.
@@ -94,7 +96,7 @@ def site_facts(
         site: its name.
         rows: its training rows, and its test rows, in the stores of `dataset`.
         minimum: counts below this are hidden (None), and with them what they would follow from.
-        policy: whether the site has a policy.
+        rules: the rules of the owner's policy by name; None: there is no policy.
         window: grey values that become black and white in deep images.
     """
     readable: list[ImageFacts] = []
@@ -156,7 +158,8 @@ def site_facts(
         **_brightness(readable),
         "versions": _versions(),
         "disk_gb": round(shutil.disk_usage(_existing(cache_dir())).free / 1e9, 1),
-        "policy": policy,
+        "policy": rules is not None,
+        "rules": dict(rules or {}),
     }
     return facts, sorted(digests)
 
@@ -387,23 +390,20 @@ def run_preflight(config: Config) -> tuple[list[dict[str, Any]], list[Finding]]:
 
 
 def write_preflight(folder: Path, sites: Sequence[SiteFacts], problems: Sequence[Finding]) -> Path:
-    """Write the page of a preflight (Markdown), its figure and the numbers (JSON) to `folder`; return the page's path.
+    """Write the page of a preflight as HTML and Markdown, and its numbers as JSON, to `folder`; return the HTML page.
 
     `sites` are the facts of each site, `problems` the findings about them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    record = {"sites": list(sites), "findings": [asdict(finding) for finding in problems]}
+    found = [asdict(finding) for finding in problems]
+    record = {"sites": list(sites), "findings": found}
     write_text(folder / "preflight.json", json.dumps(record, indent=2) + "\n")
-    bars = {}
-    for facts in sites:
-        bars[facts["site"]] = {name: count or 0 for name, count in facts["classes"].items()}
-    figures.bars(folder / "preflight.png", bars, ylabel="images", title="Images of each class by site")
     lines = ["# Preflight", ""]
     for finding in problems:
         lines.append(f"- {finding.severity}: **{finding.kind}** ({finding.site}): {finding.text}")
     if not problems:
         lines.append("No problems.")
-    lines += ["", "![images by class](preflight.png)", ""]
+    lines.append("")
     lines += _class_table(sites)
     lines.append("")
     if any(None in facts["classes"].values() for facts in sites):
@@ -411,7 +411,13 @@ def write_preflight(folder: Path, sites: Sequence[SiteFacts], problems: Sequence
         lines += [f"Hidden are counts below {smallest}, and others from which, with the total, they would follow.", ""]
     lines += _image_table(sites)
     write_text(folder / "preflight.md", "\n".join(lines) + "\n")
-    return folder / "preflight.md"
+    sections = preflight_sections(sites, found)
+    status = "finished"
+    if any(finding.stops for finding in problems):
+        status = "failed"
+    numbers = [{"site": facts["site"], **facts["classes"]} for facts in sites]
+    top = html.header("Preflight", status, "preflight.csv", html.rows_csv(numbers))
+    return html.write_sections(folder / "preflight.html", "Preflight", top, sections)
 
 
 def _class_table(sites: Sequence[SiteFacts]) -> list[str]:
@@ -432,8 +438,8 @@ def _image_table(sites: Sequence[SiteFacts]) -> list[str]:
     for facts in sites:
         row = [
             facts["site"],
-            _range_text(facts["width"]),
-            _range_text(facts["height"]),
+            range_text(facts["width"]),
+            range_text(facts["height"]),
             ", ".join(facts["channels"]),
             ", ".join(facts["bits"]),
             ", ".join(facts["modalities"]),
@@ -464,13 +470,6 @@ def _count(facts: SiteFacts, name: str) -> str:
     if count is None:
         return "hidden"
     return str(count)
-
-
-def _range_text(values: Sequence[int]) -> str:
-    """Return median, minimum and maximum as text."""
-    if not values:
-        return ""
-    return f"{values[1]} ({values[0]} to {values[2]})"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -386,7 +386,7 @@ def _facts(
     facts["policies of the owners"] = "a simulation has none"
     if deployed:
         facts["policies of the owners"] = (
-            "each node's own, which only its owner knows, in force beside the config's: who answered allowed this "
+            "each node's own (deploy preflight tells its rules), in force beside the config's: who answered allowed this "
             "config and the action 'membership'; what left a node its owner sees with `fedgraft deploy ledger`"
         )
     return facts

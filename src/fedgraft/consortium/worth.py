@@ -30,8 +30,7 @@ from fedgraft.core.text import markdown_cell
 from fedgraft.local.forward_memory import images_at_once
 from fedgraft.metrics import raw
 from fedgraft.metrics.metrics import ERRORS, Metric, check_metric
-from fedgraft.report import figures, html
-from fedgraft.report.values import label
+from fedgraft.report import html, worth_view
 from fedgraft.runs import checkpoint
 from fedgraft.runs.centralized import as_central
 from fedgraft.runs.folder import RunFolder
@@ -48,7 +47,6 @@ FEDERATED = "federated"
 UNKNOWN = "inconclusive"
 _MODEL_ORDER = {ALONE: 0, FEDERATED: 1, POOLED: 3}
 """Order of the models on the page; others come third."""
-_VERDICT_COLOURS = {"gains": figures.PALETTE[2], "loses": figures.PALETTE[1], UNKNOWN: "#888888"}
 
 
 @dataclass(frozen=True)
@@ -227,55 +225,40 @@ def compare_models(folders: Mapping[str, Path], metrics: Sequence[str], draws: i
 
 
 def write_worth(folder: Path, results: Mapping[str, Sequence[Site]], title: str) -> Path:
-    """Write Markdown, HTML, JSON and a figure for each metric to `folder`; return the path of the HTML page.
+    """Write the page of a comparison by site as HTML, Markdown and JSON to `folder`; return the path of the HTML page.
 
     `results` are the sites by metric, `title` is that of the page.
     """
     folder.mkdir(parents=True, exist_ok=True)
     any_site = next(iter(results.values()))[0]
     models = sorted(any_site.models, key=lambda model: _MODEL_ORDER.get(model, 2))
-    lines = [f"# Gain by site: {title}", ""]
-    sections = []
+    numbers: dict[str, list[dict[str, Any]]] = {}
     csv_rows: list[dict[str, Any]] = []
-    for number, (metric, sites) in enumerate(results.items()):
-        file_name = "worth.png"
-        if number > 0:
-            file_name = f"worth-{number + 1}.png"
-        figure = _draw(folder / file_name, sites, models, metric)
-        rows = [_table_row(site, models) for site in sites]
-        verdicts = summary_line(sites, metric)
-        lines += [verdicts, "", f"![{label(metric)} by site and model]({figure.name})", ""]
+    for metric, sites in results.items():
+        numbers[metric] = []
+        for site in sites:
+            record = {**asdict(site), "verdict": site.verdict}
+            record["models"] = {model: record["models"][model] for model in models}
+            numbers[metric].append(record)
+            csv_rows.append(_csv_row(site, models, metric))
+    write_text(folder / worth_view.FILE, json.dumps(numbers, indent=2) + "\n")
+    write_text(folder / "worth.md", _markdown(numbers, title))
+    sections = worth_view.worth_sections(numbers)
+    top = html.header(f"Gain by site: {title}", "finished", "worth.csv", html.rows_csv(csv_rows))
+    return html.write_sections(folder / "worth.html", f"Gain by site: {title}", top, sections)
+
+
+def _markdown(numbers: worth_view.Numbers, title: str) -> str:
+    """Return the verdicts and tables of the page as Markdown."""
+    lines = [f"# Gain by site: {title}", ""]
+    for metric, sites in numbers.items():
+        rows = [worth_view.site_row(site, list(sites[0]["models"])) for site in sites]
+        lines += [worth_view.verdict_line(metric, sites), ""]
         lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
         for row in rows:
             lines.append("| " + " | ".join(markdown_cell(str(value)) for value in row.values()) + " |")
         lines.append("")
-        for site in sites:
-            csv_rows.append(_csv_row(site, models, metric))
-        picture = f'<div class="scroll wide">{html.picture(figure)}</div>'  # on a telephone it must scroll
-        heading = label(metric)[:1].upper() + label(metric)[1:]
-        body = html.notices([verdicts]) + picture + html.grid_table(rows)
-        sections.append(html.section(f"{heading} by site", body))
-    write_text(folder / "worth.md", "\n".join([*lines, NOTE]) + "\n")
-    numbers = {}
-    for metric, sites in results.items():
-        numbers[metric] = [{**asdict(site), "verdict": site.verdict} for site in sites]
-    write_text(folder / "worth.json", json.dumps(numbers, indent=2) + "\n")
-    sections.append(html.section("How to read it", f"<p>{html.safe(NOTE)}</p>"))
-    top = html.header(f"Gain by site: {title}", "finished", "worth.csv", html.rows_csv(csv_rows))
-    return html.write_page(folder / "worth.html", f"Gain by site: {title}", top, sections, [])
-
-
-def _table_row(site: Site, models: Sequence[str]) -> dict[str, object]:
-    """Return one site's row of the page's table, with a column for each of the models."""
-    row: dict[str, object] = {
-        "site": site.name,
-        "": site.verdict,
-        "federated minus alone": _metric_text(site.gain, "+"),
-    }
-    for model in models:
-        row[model] = _metric_text(site.models[model])
-    row["test images"] = site.images
-    return row
+    return "\n".join([*lines, worth_view.NOTE]) + "\n"
 
 
 def _csv_row(site: Site, models: Sequence[str], metric: str) -> dict[str, Any]:
@@ -287,85 +270,9 @@ def _csv_row(site: Site, models: Sequence[str], metric: str) -> dict[str, Any]:
     return row
 
 
-def _draw(path: Path, sites: Sequence[Site], models: Sequence[str], metric: str) -> Path:
-    """Draw each model at each site (left) and the difference (right), with intervals, to `path`; return it."""
-    units = set()
-    for site in sites:
-        for value in site.models.values():
-            if value:
-                units.add(value.unit)
-    scale = 1
-    left_unit = ""
-    right_unit = ""
-    if "%" in units:
-        scale = 100
-        left_unit = ", %"
-        right_unit = ", points"
-    if sites[0].less_is_better:
-        right_unit += " (below 0 is better)"
-
-    def draw_value(axes: Any, y: float, value: Metric | None, **style: Any) -> None:
-        """Draw one metric with its interval at height y; nothing for None."""
-        if value is None:
-            return
-        below = 0.0
-        above = 0.0
-        if value.low is not None:
-            below = max(0.0, value.value - value.low)
-        if value.high is not None:
-            above = max(0.0, value.high - value.value)
-        interval = [[scale * below], [scale * above]]
-        axes.errorbar(scale * value.value, y, xerr=interval, capsize=3, ms=7, elinewidth=1.6, **style)
-
-    with figures.canvas(path, size=(10.5, 1.6 + 0.3 * len(sites) * (1 + len(models)))) as figure:
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-        for i, site in enumerate(sites):
-            for j, (model, (colour, _, marker)) in enumerate(zip(models, figures.line_styles(), strict=False)):
-                y = i + 0.6 * ((j + 0.5) / len(models) - 0.5)
-                legend = model if i == 0 else None
-                draw_value(left, y, site.models[model], color=colour, fmt=marker, label=legend)
-            draw_value(right, i, site.gain, color=_VERDICT_COLOURS[site.verdict], fmt="o")
-        right.axvline(0, color=figures.INK, linewidth=1)
-        left.set_yticks(range(len(sites)), [figures.plain_text(site.name) for site in sites])
-        left.set_ylim(len(sites) - 0.5, -0.5)
-        figures.label_axes(left, f"{label(metric)}{left_unit}", "", "Models at each site")
-        figures.label_axes(right, f"difference{right_unit}", "", "Federated minus alone")
-        figure.legend(loc="outside lower center", ncols=len(models))
-    return path
-
-
-NOTE = (
-    "Each number is on the site's own test images, with its 95 % interval. The difference is paired on these images "
-    "(bootstrap); if its interval contains zero, it is inconclusive. Federated: the delivered model, of the best "
-    "round by validation. Alone: local_only to the last round, where every site trains its copy of the network, "
-    "from a head of its own images. Pooled: all images in one place, about as often, which only a simulation can do."
-)
-
-
 def summary_line(sites: Sequence[Site], metric: str) -> str:
     """Return the sentence that names who gains, who loses, and where the difference is inconclusive."""
-    parts = []
-    for verdict in ("gains", "loses", UNKNOWN):
-        names = [site.name for site in sites if site.verdict == verdict]
-        parts.append(f"{verdict}: {', '.join(names) or 'nobody'}")
-    return f"By {label(metric)}, federated against alone: {'; '.join(parts)}."
-
-
-def _metric_text(metric: Metric | None, sign: str = "") -> str:
-    """Return a number with its interval as text; `sign` "+" writes the sign of positive numbers too."""
-    if metric is None:
-        return "–"
-    scale = 1
-    unit = ""
-    digits = 2
-    if metric.unit in ("%", "points"):
-        scale = 100
-        unit = f" {metric.unit}"
-        digits = 0
-    value = f"{scale * metric.value:{sign}z.{digits}f}{unit}"
-    if metric.low is None or metric.high is None:
-        return value
-    return f"{value} ({scale * metric.low:{sign}z.{digits}f} to {scale * metric.high:{sign}z.{digits}f})"
+    return worth_view.verdict_line(metric, [{"name": site.name, "verdict": site.verdict} for site in sites])
 
 
 def _columns(name: str, metric: Metric | None) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity, agreement, context, derive_key, public_key, sign, verify_signature
 
 ACTION = "preflight"
+_RULE_LENGTH = 200  # characters of a rule's value
 _TAG_DIGITS = 16  # hexadecimal digits of a tag
 _KEY_DIGITS = 64 + 64 + 128  # hexadecimal digits of a public key, an identity and a signature
 _BAD_ANSWER = "its answer is not one that fedgraft gives; its node runs other software"
@@ -117,7 +118,7 @@ def _report_facts(
     """
     minimum = max([MINIMUM, *(policy.least_images for policy in policies)])
     dataset, rows = _node_images(config, worker_request)
-    facts, digests = site_facts("", dataset, rows, minimum, bool(policies), config.data.grey_window)
+    facts, digests = site_facts("", dataset, rows, minimum, _reported_rules(policies), config.data.grey_window)
     if facts["images"] < minimum:
         raise Refused(f"the facts would be about fewer than {minimum} images", "least_images")
     agree = agreement(private)
@@ -125,6 +126,22 @@ def _report_facts(
     for peer, public in _peer_keys(keys, config, worker_request.client, identity).items():
         tags[str(peer)] = _tags(digests, agree(public, context(ACTION, config.digest)), facts["images"])
     return {"facts": facts, "tags": tags}
+
+
+def _reported_rules(policies: Sequence[Policy]) -> dict[str, str] | None:
+    """Return the rules that differ from the defaults, by name, as short text; None without a policy.
+
+    The coordinator sees where owners differ. Which configs and models an owner agreed to stays with the owner.
+    """
+    if not policies:
+        return None
+    rules: dict[str, str] = {}
+    for policy in policies:
+        for name, value in policy.changed_rules().items():
+            if name not in ("config", "models"):
+                text = value[:_RULE_LENGTH]
+                rules[name] = text if rules.get(name, text) == text else f"{rules[name]}; {text}"[:_RULE_LENGTH]
+    return rules
 
 
 def _node_images(config: Config, worker_request: WorkerRequest) -> tuple[Dataset, list[Any]]:
@@ -264,6 +281,7 @@ _FACT_TYPES: dict[str, Any] = {
     "versions": {str: str},
     "disk_gb": float,
     "policy": bool,
+    "rules": {str: str},
 }
 _IMAGE_FACT_LENGTHS = {"width": 3, "height": 3, "intensity": 2, "colours": 3}  # if there are readable images
 

@@ -20,20 +20,25 @@ _POINTS = 1500
 
 
 def run_charts(lines: Lines, best: int | None = None) -> list[Chart]:
-    """Return the charts of one run as the page's script reads them; charts without a number are left out.
+    """Return the main charts of one run as the page's script reads them; charts without a number are left out.
 
     `best` is the round that is marked in the accuracy.
     """
-    clients = "clients (mean, min-max)"
-    applied = _line("applied", lines, _value("update_norm"))
     accuracy = _chart("Accuracy", " %", _line("validation", lines, _percent("accuracy")), _personal(lines))
     accuracy["best"] = best
-    main = [
+    charts = [
         accuracy,
         _chart("Loss", "", _line("validation", lines, _value("loss")), _training_loss(lines)),
         _traffic(lines),
     ]
-    details = [
+    return [chart for chart in charts if chart["series"]]
+
+
+def training_charts(lines: Lines) -> list[Chart]:
+    """Return the charts of local training in one run, as `run_charts` returns the main ones."""
+    clients = "clients (mean, min-max)"
+    applied = _line("applied", lines, _value("update_norm"))
+    charts = [
         _chart("Norm of the update", "", applied, _over_clients(clients, lines, "norm")),
         _chart("Distance of the clients' updates from their mean", "", _over_clients(clients, lines, "drift")),
         _chart("Cosine of the clients' updates to their mean", "", _over_clients(clients, lines, "cosine")),
@@ -42,10 +47,8 @@ def run_charts(lines: Lines, best: int | None = None) -> list[Chart]:
     ]
     rates = {line.get("lr") for line in lines} - {None}
     if len(rates) > 1:  # a constant one is in the config
-        details.append(_chart("Learning rate", "", _line("learning rate", lines, _value("lr"))))
-    for chart in details:
-        chart["place"] = "more"
-    return [chart for chart in main + details if chart["series"]]
+        charts.append(_chart("Learning rate", "", _line("learning rate", lines, _value("lr"))))
+    return [chart for chart in charts if chart["series"]]
 
 
 def bars_of_layers(layers: Lines) -> list[Chart]:
@@ -151,9 +154,7 @@ def _thinned_series(
     return points
 
 
-def thinned(
-    present: Sequence[int], y: Sequence[float | None], band: Sequence[Any] = (), limit: int = _POINTS
-) -> list[int]:
+def thinned(present: Sequence[int], y: Sequence[Any], band: Sequence[Any] = (), limit: int = _POINTS) -> list[int]:
     """Return at most about `limit` of the indices `present`, so that no extreme of the curve is lost.
 
     The curve is cut into pieces; of each the lowest and the highest value stay, and with a `band` of (low, high) its
@@ -168,8 +169,8 @@ def thinned(
     chosen = {present[0], present[-1]}
     for piece in range(pieces):
         indices = present[piece * len(present) // pieces : (piece + 1) * len(present) // pieces]
-        chosen.add(min(indices, key=lambda i: y[i] or 0.0))
-        chosen.add(max(indices, key=lambda i: y[i] or 0.0))
+        chosen.add(min(indices, key=y.__getitem__))
+        chosen.add(max(indices, key=y.__getitem__))
         if band:
             banded = [i for i in indices if band[i][0] is not None]
             if banded:
@@ -197,7 +198,9 @@ def _training_loss(lines: Lines) -> Points | None:
     bands: list[tuple[float | None, float | None]] = []
     for line in lines:
         loss = _get(line, "train_loss")
-        clients = [value for value in _get(line, "clients", "loss") or [] if value is not None]
+        clients = _get(line, "clients", "loss") or []
+        if None in clients:
+            clients = [value for value in clients if value is not None]
         losses.append(loss)
         if clients:
             bands.append((min(clients), max(clients)))
@@ -213,7 +216,8 @@ def _alignment(lines: Lines) -> list[Points | None]:
     """Return one series of representation drift for each layer."""
     layers: dict[str, None] = {}
     for line in lines:
-        layers |= dict.fromkeys(line.get("alignment") or {})
+        if line.get("alignment"):
+            layers |= dict.fromkeys(line["alignment"])
     series = []
     for layer in layers:
         drift = []
@@ -229,7 +233,7 @@ def _seconds_by_phase(lines: Lines) -> list[Points | None]:
     phases: dict[str, None] = {}
     for line in lines:
         seconds = line.get("seconds")
-        if isinstance(seconds, Mapping):
+        if isinstance(seconds, dict) and not seconds.keys() <= phases.keys():
             phases |= dict.fromkeys(seconds)
     series = []
     for phase in phases:
@@ -237,7 +241,7 @@ def _seconds_by_phase(lines: Lines) -> list[Points | None]:
     return series
 
 
-def _mean_and_range(name: str, lines: Lines, by_round: Sequence[Sequence[float | None]]) -> Points | None:
+def _mean_and_range(name: str, lines: Lines, by_round: Sequence[Sequence[Any]]) -> Points | None:
     """Return the mean over a round's clients with a band from minimum to maximum.
 
     `by_round` holds the clients' values for each line.
@@ -245,7 +249,9 @@ def _mean_and_range(name: str, lines: Lines, by_round: Sequence[Sequence[float |
     means: list[float | None] = []
     bands: list[tuple[float | None, float | None]] = []
     for values in by_round:
-        present = [value for value in values if value is not None]
+        present = values
+        if None in values:
+            present = [value for value in values if value is not None]
         if present:
             means.append(sum(present) / len(present))
             bands.append((min(present), max(present)))
@@ -257,6 +263,8 @@ def _mean_and_range(name: str, lines: Lines, by_round: Sequence[Sequence[float |
 
 def _personal(lines: Lines) -> Points | None:
     """Return the mean accuracy of personal models with its min-max band."""
+    if not any("personal" in line for line in lines):
+        return None
     mean = _percent("personal", "mean")
     low = _percent("personal", "min")
     high = _percent("personal", "max")
@@ -304,9 +312,9 @@ def _cumulative(lines: Lines, key: str) -> list[int]:
 
 def _get(line: Mapping[str, Any], *keys: str) -> Any:
     """Return the value under nested keys; None if one is missing."""
-    value: Any = line
-    for key in keys:
-        if not isinstance(value, Mapping):
+    value: Any = line.get(keys[0])
+    for key in keys[1:]:
+        if not isinstance(value, dict):  # as JSON has it; asking for any mapping takes five times as long
             return None
         value = value.get(key)
     return value

@@ -11,11 +11,12 @@ from typing import Any
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import flatten, json_ready
+from fedgraft.core.store import write_atomic
 from fedgraft.metrics.statistics import gap_cells, paired, summarise
 from fedgraft.report import figures
 from fedgraft.report import html as page
 from fedgraft.report.charts import compare_charts
-from fedgraft.report.html import csv_row, header, rows_csv, write_page
+from fedgraft.report.html import csv_row, header, rows_csv
 from fedgraft.report.run_record import RunInfo, RunRecord, describe_run
 from fedgraft.report.run_view import read_config
 from fedgraft.report.sections import Charts, Grid, Section, Texts
@@ -119,15 +120,17 @@ def write_comparison(runs: Iterable[RunRecord | Path | str], path: Path | str, t
     comparison = view_comparison(dict(zip(_names(folders), folders, strict=True)))
     for warning in comparison.warnings:
         log.warning("%s", warning)
-    parts = [page.notices(comparison.warnings)]
-    charts: list[Any] = []
-    for section in comparison.sections:
-        parts.append(page.render(section))
-        for part in section.parts:
-            if isinstance(part, Charts):
-                charts += part.charts
-    top = header(title, f"{len(folders)} runs", "comparison.csv", rows_csv(comparison.csv_rows))
-    return write_page(path, title, top, parts, charts)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, [comparison_text(comparison, len(folders), title).encode()])
+    return path
+
+
+def comparison_text(comparison: Comparison, runs: int, title: str = "Comparison") -> str:
+    """Return the comparison of so many runs as a page that needs no other file."""
+    top = header(title, f"{runs} runs", "comparison.csv", rows_csv(comparison.csv_rows))
+    parts = [page.notices(comparison.warnings), *map(page.render, comparison.sections)]
+    return page.render_page(title, top, parts, page.charts_of(comparison.sections))
 
 
 def data_warnings(configs: Configs, summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:

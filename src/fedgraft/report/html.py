@@ -49,6 +49,21 @@ def write_page(path: Path | str, title: str, top: str, parts: Sequence[str], cha
     return path
 
 
+def write_sections(path: Path | str, title: str, top: str, sections: Sequence[Section], begin: str = "") -> Path:
+    """Write a page of sections, with their charts, under the header `top`; return the path. `begin` is HTML."""
+    return write_page(path, title, top, [begin, *map(render, sections)], charts_of(sections))
+
+
+def charts_of(sections: Sequence[Section]) -> list[dict[str, Any]]:
+    """Return the charts of sections, each with the name of the element in which it is drawn."""
+    charts: list[dict[str, Any]] = []
+    for titled in sections:
+        for part in titled.parts:
+            if isinstance(part, Charts):
+                charts += [{"place": part.place, **chart} for chart in part.charts]
+    return charts
+
+
 def render_page(title: str, top: str, parts: Sequence[str], charts: Sequence[Any]) -> str:
     """Return a page of these parts under the header `top`.
 

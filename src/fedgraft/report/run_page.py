@@ -11,7 +11,6 @@ from fedgraft.core.store import write_atomic
 from fedgraft.report import html as page
 from fedgraft.report.run_record import RunRecord
 from fedgraft.report.run_view import Card, Holdings, RunView, view_run
-from fedgraft.report.sections import Charts
 
 
 def write_report(
@@ -49,13 +48,8 @@ def page_text(view: RunView) -> str:
     if view.reason:
         reasons.append(view.reason)
     parts = [page.notices(reasons), _cards(view.cards, view.has_result)]
-    charts: list[Any] = []
-    for section in view.sections:
-        parts.append(page.render(section))
-        for part in section.parts:
-            if isinstance(part, Charts):
-                charts += [{"place": part.place, **chart} for chart in part.charts]
-    return page.render_page(info.name, top, parts, charts)
+    parts += map(page.render, view.sections)
+    return page.render_page(info.name, top, parts, page.charts_of(view.sections))
 
 
 def _cards(cards: Sequence[Card], has_result: bool) -> str:

@@ -111,12 +111,14 @@ class RunRecord:
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError, RecursionError) as error:
-            raise FedgraftError(
-                "E-REPORT-DAMAGED-JSON",
-                f"{path} is damaged: it is not JSON",
-                "delete it or restore the run folder",
-                path=str(path),
-            ) from error
+            raise damaged_json(path, "it is not JSON") from error
+
+
+def damaged_json(path: Path, reason: object) -> FedgraftError:
+    """Return the error for a record of a run that cannot be read, and why."""
+    return FedgraftError(
+        "E-REPORT-DAMAGED-JSON", f"{path} is damaged: {reason}", "delete it or restore the run folder", path=str(path)
+    )
 
 
 def describe_run(run: RunRecord, lines: Sequence[Mapping[str, Any]] | None = None, root: Path | None = None) -> RunInfo:

@@ -17,10 +17,11 @@ from typing import Any
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import flatten
 from fedgraft.report import run_tables as tables
-from fedgraft.report.charts import account_charts, bars_of_layers, run_charts
+from fedgraft.report.charts import account_charts, bars_of_layers, run_charts, training_charts
 from fedgraft.report.privacy_account import read_account
-from fedgraft.report.run_record import RunInfo, RunRecord, describe_run
-from fedgraft.report.sections import PICTURE_TYPES, Charts, Facts, Grid, Pictures, Section, Texts
+from fedgraft.report.release_view import release_sections
+from fedgraft.report.run_record import RunInfo, RunRecord, damaged_json, describe_run
+from fedgraft.report.sections import PICTURE_TYPES, Charts, Facts, Grid, Part, Pictures, Section, Texts
 from fedgraft.report.values import (
     accuracy,
     clock,
@@ -33,6 +34,7 @@ from fedgraft.report.values import (
     size,
     total_of,
 )
+from fedgraft.report.worth_view import read_worth, worth_sections
 
 _SHOWN = ("metrics", "clients", "confusion", "reliability", "class_names")  # in tables of their own
 _WARNINGS = 50  # warnings of the log on the page
@@ -70,15 +72,20 @@ class RunView:
     cards: Sequence[Card]
     has_result: bool
     sections: Sequence[Section]
+    tabs: Sequence[str]
+    """The tabs that have a section, whether or not it was made."""
     lines: Lines
 
 
-def view_run(folder: RunRecord, lines: Lines | None = None, holdings: Holdings | None = None) -> RunView:
+def view_run(
+    folder: RunRecord, lines: Lines | None = None, holdings: Holdings | None = None, tab: str | None = None
+) -> RunView:
     """Return the view of a run.
 
     Args:
         lines: the recorded rounds; None: read from the folder.
         holdings: who holds what; None: read from the folder, where the run knew it.
+        tab: only the sections of this tab are made; None: all.
     """
     if lines is None:
         lines = folder.metrics()
@@ -87,9 +94,9 @@ def view_run(folder: RunRecord, lines: Lines | None = None, holdings: Holdings |
     summary = folder.summary()
     config = read_config(folder)
     counts = holdings.counts
-    charts = run_charts(lines, summary.get("best_round"))
-    curves = [chart for chart in charts if "place" not in chart]
-    details = [chart for chart in charts if "place" in chart]
+    curves: list[dict[str, Any]] = []
+    if tab in (None, "overview"):
+        curves = run_charts(lines, summary.get("best_round"))
     no_curves = Texts([])
     if not lines:
         no_curves = Texts(["No round is finished yet."])
@@ -101,7 +108,11 @@ def view_run(folder: RunRecord, lines: Lines | None = None, holdings: Holdings |
         final_numbers.pop(key, None)
     layers = read_trained_layers(folder)
     not_covered = (summary.get("privacy") or {}).get("not_covered", [])
-    clients = tables.clients(summary, lines, counts, holdings.clients)
+    clients: list[Part] = []
+    details: list[dict[str, Any]] = []
+    if tab in (None, "clients"):
+        clients = tables.clients(summary, lines, counts, holdings.clients)
+        details = training_charts(lines)
     sections = [
         Section("Curves", [no_curves, Charts(curves)]),
         Section("Privacy account", [Charts(account_charts(read_account(folder.path)), "account")]),
@@ -114,6 +125,8 @@ def view_run(folder: RunRecord, lines: Lines | None = None, holdings: Holdings |
         Section("Share that trains", [Charts(bars_of_layers(layers), "layers")], tab="layers"),
         Section("Representations", tables.alignment(lines), tab="similarity"),
         Section("Mixing", tables.mixing(folder.path, len(counts)), tab="matrices"),
+        *worth_sections(read_worth(folder.path)),
+        *release_sections(folder.path),
         Section("Not covered by the protection", [Texts(not_covered, "list")]),
         Section("Dropped clients", [Grid(tables.dropped(lines, holdings.clients))], tab="clients"),
         Section("Warnings", [Texts(_warnings(folder.path / "log.txt"), "list")], tab="log"),
@@ -123,13 +136,20 @@ def view_run(folder: RunRecord, lines: Lines | None = None, holdings: Holdings |
         Section("Config", [Texts([folder.config_text], "code")], folded=True, tab="config"),
         Section("Environment", [_facts(_environment(folder))], folded=True, tab="config"),
     ]
+    sections = [section for section in sections if section]
+    tabs = dict.fromkeys(section.tab for section in sections)
+    if lines:
+        tabs |= dict.fromkeys(("overview", "clients"))
+    if tab is not None:
+        sections = [section for section in sections if section.tab == tab]
     return RunView(
         info=describe_run(folder, lines),
         about=_about(config, summary),
         reason=folder.reason,
         cards=[*_result(summary, lines), *_costs(summary, config, lines)],
         has_result=bool(summary),
-        sections=[section for section in sections if section],
+        sections=sections,
+        tabs=list(tabs),
         lines=lines,
     )
 
@@ -144,7 +164,7 @@ def read_holdings(folder: RunRecord) -> Holdings:
         counts = [[int(count) for count in row] for row in record["counts"]]
         return Holdings(counts, list(record["classes"]), [str(name) for name in record["clients"]])
     except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, error) from error
+        raise damaged_json(path, error) from error
 
 
 def read_trained_layers(folder: RunRecord) -> list[dict[str, Any]]:
@@ -158,14 +178,7 @@ def read_trained_layers(folder: RunRecord) -> list[dict[str, Any]]:
             layers.append({"name": str(layer["name"]), "trained": int(layer["trained"]), "of": int(layer["of"])})
         return layers
     except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> FedgraftError:
-    """Return the error for a record of a run that cannot be read."""
-    return FedgraftError(
-        "E-REPORT-DAMAGED-JSON", f"{path} is damaged ({error})", "delete it or restore the run folder", path=str(path)
-    )
+        raise damaged_json(path, error) from error
 
 
 def read_config(folder: RunRecord) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def accuracy(share: float, count: int | None) -> dict[str, Any]:
 def seconds_of(line: Mapping[str, Any]) -> float:
     """Return the seconds of one round, over all its phases."""
     seconds = line.get("seconds") or 0.0
-    if isinstance(seconds, Mapping):
+    if isinstance(seconds, dict):  # as JSON has it
         return float(sum(seconds.values()))
     return float(seconds)
 

@@ -1,4 +1,4 @@
-"""What a studio that may act does: plan, start, stop, resume and evaluate runs, each as a `fedgraft` command.
+"""What a studio that may act does: plan, start, stop, resume, evaluate and release runs, each as a `fedgraft` command.
 
 Every command is a process in a group of its own, with the words of the form as its arguments; no shell is involved.
 Only processes that this studio started can be stopped by it. They go on when the studio ends.
@@ -43,6 +43,8 @@ class Job:
     process: subprocess.Popen[bytes]
     output: Path
     began: float
+    has_run: bool
+    """Whether it works on one run, and not on the whole federation."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the job's state and the end of its output."""
@@ -53,6 +55,7 @@ class Job:
             "id": self.identity,
             "title": self.title,
             "run": self.run,
+            "has_run": self.has_run,
             "code": self.process.poll(),
             "seconds": time.time() - self.began,
             "output": text,
@@ -61,6 +64,9 @@ class Job:
 
 class Actions:
     """Starts commands on runs below `root` and remembers them."""
+
+    has_form = True
+    """Whether a run starts from a form of options."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -78,6 +84,10 @@ class Actions:
         """Return what `fedgraft run --dry-run` prints for the options of the form: `text`, and `ok`."""
         words = self._words(request)
         self._config(request)
+        return self._dry_run(words)
+
+    def _dry_run(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return what `fedgraft run --dry-run` prints for these arguments: `text`, and `ok`."""
         command = [*_command("run"), *words, "--dry-run"]
         try:
             done = subprocess.run(command, capture_output=True, timeout=PLAN_SECONDS, check=False, env=_environment())
@@ -103,6 +113,10 @@ class Actions:
     def evaluate(self, folder: Path) -> dict[str, Any]:
         """Measure the model of the run in a folder on its test images; return its job."""
         return self._spawn(f"evaluate {folder.name}", folder, [*_command("evaluate"), str(folder)])
+
+    def release(self, folder: Path) -> dict[str, Any]:
+        """Judge the model of the run in a folder before it leaves, by `fedgraft release`; return its job."""
+        return self._spawn(f"release {folder.name}", folder, [*_command("release"), str(folder)])
 
     def stop(self, run: str) -> dict[str, Any]:
         """Interrupt the command of this studio that works on a run, which saves its state; return its job."""
@@ -138,7 +152,9 @@ class Actions:
                     start_new_session=True,
                     env=_environment(),
                 )
-            job = Job(identity, title, run, process, output, time.time())
+            job = Job(
+                identity, title, run, process, output, time.time(), self.has_form or (folder / "run.json").is_file()
+            )
             self._jobs[identity] = job
         return job.as_json()
 
@@ -184,9 +200,52 @@ class Actions:
         return folder
 
 
-def _command(name: str) -> list[str]:
+class FederationActions(Actions):
+    """Actions on the federation in `root`: the same ones, each as a `fedgraft deploy` command.
+
+    Its config is what the owners agreed to, so a run starts with that and there is no form of options.
+    """
+
+    has_form = False
+
+    def plan(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `fedgraft run --dry-run` prints for the federation's config: `text`, and `ok`."""
+        return self._dry_run([str(self.root / "config.toml")])
+
+    def start(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Start the federation's run on the connected nodes; return its job."""
+        return self._spawn("submit the run", self.root, [*_command("deploy", "submit"), str(self.root)])
+
+    def preflight(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask the nodes for a preflight; return its job."""
+        page = self.root / "preflight" / "page"
+        command = [*_command("deploy", "preflight"), str(self.root), "--out", str(page)]
+        return self._spawn("preflight", self.root, command)
+
+    def resume(self, folder: Path) -> dict[str, Any]:
+        """Continue a run of the federation; return its job."""
+        command = [*_command("deploy", "submit"), str(self.root), "--folder", str(folder), "--resume"]
+        return self._spawn(f"resume {folder.name}", folder, command)
+
+    def evaluate(self, folder: Path) -> dict[str, Any]:
+        """Measure the model of a run on every node's own test images; return its job."""
+        command = [*_command("deploy", "evaluate"), str(self.root), str(folder)]
+        return self._spawn(f"evaluate {folder.name}", folder, command)
+
+    def release(self, folder: Path) -> dict[str, Any]:
+        """Judge the model of a run before it leaves, from counts of every node; return its job."""
+        command = [*_command("deploy", "release"), str(self.root), str(folder)]
+        return self._spawn(f"release {folder.name}", folder, command)
+
+    def stop(self, run: str) -> dict[str, Any]:
+        """Stop the federation's latest run, whoever started it; the server and the nodes go on. Return the job."""
+        command = [*_command("deploy", "stop"), str(self.root), "--run"]
+        return self._spawn("stop the run", self.root / "stop", command)
+
+
+def _command(*names: str) -> list[str]:
     """Return the beginning of a `fedgraft` command, with this process's Python."""
-    return [sys.executable, "-m", "fedgraft", name]
+    return [sys.executable, "-m", "fedgraft", *names]
 
 
 def _environment() -> dict[str, str]:

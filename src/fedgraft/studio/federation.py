@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from fedgraft.core.errors import FedgraftError
@@ -19,12 +20,15 @@ from fedgraft.deploy.folder import FederationFolder, describe_contributions
 from fedgraft.deploy.preflight_answers import ANSWERS_FILE, missing_answers, with_node_names
 from fedgraft.deploy.status import FederationStatus, federation_status
 from fedgraft.report.charts import account_charts
+from fedgraft.report.preflight_view import preflight_sections
 from fedgraft.report.privacy_account import read_account
 from fedgraft.report.run_record import current_phases
 from fedgraft.report.run_view import time_left
 from fedgraft.report.sections import Charts, Grid, Matrix, Section, Texts
 from fedgraft.report.values import size, total_of
 
+_QUERIES = ("preflight", "evaluations", "comparisons", "releases")
+"""Folders of a federation to which questions write; runs write elsewhere."""
 _FRESH_SECONDS = 1.5
 """A state this old is shown to a second page without asking the server again."""
 
@@ -62,7 +66,9 @@ class FederationView:
             left = time_left(status.rounds, total)
         phases: list[str] = []
         run = ""
+        is_query = False
         if status.folder is not None:
+            is_query = self._is_query(status)
             run = self._run_name(status)
             if not status.run_over:
                 phases = current_phases(status.folder)
@@ -75,8 +81,9 @@ class FederationView:
                 "path": str(self.federation.path),
                 "address": status.address,
                 "nodes": self._nodes(status),
-                "run": status.run,
+                "run": None if status.run is None else str(status.run),  # larger than JavaScript counts exactly
                 "run_name": run,
+                "query": status.folder.name if is_query and status.folder is not None else "",
                 "run_status": status.run_status,
                 "reason": status.reason,
                 "round": last_round,
@@ -90,12 +97,26 @@ class FederationView:
         )
 
     def _run_name(self, status: FederationStatus) -> str:
-        """Return the name under which the studio lists the latest run; empty if it lies outside the folder."""
+        """Return the name under which the studio lists the latest run; empty if it lies outside the folder or is none.
+
+        A run that has just begun has no folder yet.
+        """
         assert status.folder is not None
+        if not (status.folder / "run.json").is_file():
+            return ""
         try:
             return status.folder.resolve().relative_to(self.federation.path).as_posix()
         except ValueError:
             return ""
+
+    def _is_query(self, status: FederationStatus) -> bool:
+        """Return whether the latest run is a question to the nodes, such as a preflight: it has no rounds."""
+        assert status.folder is not None
+        try:
+            place = status.folder.resolve().relative_to(self.federation.path).parts[0]
+        except (ValueError, IndexError):
+            return False
+        return place in _QUERIES
 
     def _nodes(self, status: FederationStatus) -> list[dict[str, Any]]:
         """Return each node: whether it is connected, what it does now, how fast its link is, where its updates are."""
@@ -180,58 +201,6 @@ class FederationView:
             sites, shared = with_node_names(answers, names)
             problems = [*findings(sites, self.federation.config.data.image_size, shared)]
             problems += missing_answers(answers, names)
+            return preflight_sections(sites, [asdict(found) for found in problems])
         except (ValueError, KeyError, TypeError, IndexError) as error:
             return [Section("Preflight", [Texts([f"{path.name} cannot be read: {error}"])])]
-        rows = [
-            {"kind": found.kind, "site": found.site, "severity": found.severity, "": found.text} for found in problems
-        ]
-        return [
-            Section("Preflight, side by side", [Grid(_side_by_side(sites))]),
-            Section("Images of each class by site", _classes(sites)),
-            Section("Findings of the preflight", [Grid(rows)]),
-        ]
-
-
-def _side_by_side(sites: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the facts of every site, one row for each fact, and the sites as columns."""
-    facts = {
-        "training images": lambda site: site["images"],
-        "test images": lambda site: site["test_images"],
-        "width": lambda site: _range(site["width"]),
-        "height": lambda site: _range(site["height"]),
-        "channels": lambda site: ", ".join(site["channels"]),
-        "bits": lambda site: ", ".join(site["bits"]),
-        "mean intensity": lambda site: " ± ".join(map(str, site["intensity"])),
-        "contrast": lambda site: site["contrast"],
-        "free disk": lambda site: f"{site['disk_gb']} GB",
-        "owner's policy": lambda site: "in force" if site["policy"] else "none",
-        "fedgraft": lambda site: site["versions"].get("fedgraft", ""),
-        "torch": lambda site: site["versions"].get("torch", ""),
-    }
-    rows = []
-    for name, read in facts.items():
-        row = {"fact": name}
-        for site in sites:
-            row[str(site["site"])] = str(read(site))
-        rows.append(row)
-    return rows
-
-
-def _range(values: Sequence[int]) -> str:
-    """Return median, minimum and maximum as text."""
-    if not values:
-        return ""
-    return f"{values[1]} ({values[0]} to {values[2]})"
-
-
-def _classes(sites: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the images of each class by site; a hidden small count is an empty cell."""
-    classes: dict[str, None] = {}
-    for site in sites:
-        classes |= dict.fromkeys(site["classes"])
-    if not classes:
-        return []
-    rows = {}
-    for site in sites:
-        rows[str(site["site"])] = [site["classes"].get(name) or 0 for name in classes]
-    return [Matrix(rows, list(classes), corner="site")]

@@ -6,7 +6,6 @@ below the folder, and only names of the index are looked up, so that no request 
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import OrderedDict
@@ -17,15 +16,18 @@ from typing import Any
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import json_ready
 from fedgraft.report.charts import AXES, compare_charts
-from fedgraft.report.compare import over_seeds, view_comparison
+from fedgraft.report.compare import comparison_text, over_seeds, view_comparison
 from fedgraft.report.metrics_tail import MetricsTail
 from fedgraft.report.representation_figures import mixing_rounds, read_mixing_round, read_similarity_round
 from fedgraft.report.round_table import log_tail, round_rows
 from fedgraft.report.run_index import RunIndex
+from fedgraft.report.run_page import page_text
 from fedgraft.report.run_record import RunRecord, current_phases
 from fedgraft.report.run_view import picture_files, read_holdings, time_left, view_run
 from fedgraft.report.sections import Grid
 
+MATRICES = {"similarity": read_similarity_round, "mixing": read_mixing_round}
+"""Matrices between clients that a run may store of a round, with what reads them."""
 _TAILS = 48  # runs whose parsed lines stay in memory
 MOST_COMPARED = 40
 """Runs that can be overlaid at once: more curves cannot be told apart."""
@@ -49,7 +51,7 @@ class RunLibrary:
         """Times and sizes of the files of runs that were found killed."""
         self._next_scan = 0.0
         self._table: tuple[int, dict[str, Any]] | None = None
-        self._groups: tuple[int, dict[str, Any]] | None = None
+        self._groups: tuple[tuple[int, Sequence[int] | None], dict[str, Any]] | None = None
 
     # ---- changes
 
@@ -134,35 +136,46 @@ class RunLibrary:
 
     def _options(self) -> tuple[list[str], dict[str, Any]]:
         """Return the options that differ between the runs, and those that all have in common, with their value."""
-        values: dict[str, set[str]] = {}
+        first: dict[str, Any] = {}
         count: dict[str, int] = {}
-        last: dict[str, Any] = {}
+        differing: set[str] = set()
         for run in self._index.runs.values():
             for key, value in run.options.items():
-                values.setdefault(key, set()).add(json.dumps(value))
                 count[key] = count.get(key, 0) + 1
-                last[key] = value
+                known = first.setdefault(key, value)
+                if known is not value and (known != value or type(known) is not type(value)):
+                    differing.add(key)
         varied = []
         constant = {}
-        for key in values:
-            if len(values[key]) > 1 or count[key] < len(self._index.runs):
+        for key, value in first.items():
+            if key in differing or count[key] < len(self._index.runs):
                 varied.append(key)
             else:
-                constant[key] = last[key]
+                constant[key] = value
         return varied, constant
 
-    def groups(self) -> dict[str, Any]:
-        """Return runs that differ only in the seed as one row each: mean test accuracy with its 95 % interval."""
+    def groups(self, version: int | None = None, among: Sequence[int] | None = None) -> dict[str, Any]:
+        """Return runs that differ only in the seed as one row each: mean test accuracy with its 95 % interval.
+
+        `among` are the rows of the table of that `version` that are grouped; None: all.
+        """
         self.look()
         with self._lock:
-            if self._groups is None or self._groups[0] != self.version:
+            if among is not None and version != self.version:
+                raise FedgraftError("E-STUDIO-VERSION", "the table of runs has just changed", "press the button again")
+            if self._groups is None or self._groups[0] != (self.version, among):
+                names = sorted(self._index.runs)
+                if among is not None:
+                    names = [names[row] for row in among if 0 <= row < len(names)]
                 rows = []
                 configs = {}
-                for name, run in sorted(self._index.runs.items()):
+                for name in names:
+                    run = self._index.runs[name]
                     rows.append({"run": name, "test accuracy": run.row["test"]})
                     configs[name] = run.options
                 table = over_seeds(rows, configs)
-                self._groups = (self.version, Grid(table).as_json() if table else {"columns": [], "rows": []})
+                grouped = Grid(table).as_json() if table else {"columns": [], "rows": []}
+                self._groups = ((self.version, among), grouped)
             return self._groups[1]
 
     # ---- one run
@@ -186,11 +199,11 @@ class RunLibrary:
                 self._tails.popitem(last=False)
             return tail.read()
 
-    def view(self, name: str) -> dict[str, Any]:
-        """Return everything about one run but its matrices and logs."""
+    def view(self, name: str, tab: str | None = None) -> dict[str, Any]:
+        """Return what is known of one run but its matrices and logs: with a `tab` only the sections of that one."""
         record = self.record(name)
         lines = self.lines(name)
-        view = view_run(record, lines)
+        view = view_run(record, lines, tab=tab)
         info = view.info
         options = self._index.runs[name].options
         total = options.get("rounds.total")
@@ -210,6 +223,7 @@ class RunLibrary:
             "left": left,
             "phases": current_phases(record.path) if info.status == "running" else [],
             "sections": sections,
+            "tabs": list(view.tabs),
             "matrices": mixing_rounds(record.path),
             "has_report": record.report.is_file(),
         }
@@ -227,21 +241,42 @@ class RunLibrary:
         comparison = view_comparison(named, over, lines)
         return {"warnings": list(comparison.warnings), "sections": [part.as_json() for part in comparison.sections]}
 
-    def matrix(self, name: str, number: int) -> dict[str, Any]:
-        """Return the similarity of a run's clients in round `number`, NaN (the diagonal, absent clients) as null.
+    def comparison_page(self, names: Sequence[str], over: str) -> str:
+        """Return the comparison of runs as a page that needs no other file."""
+        _check_choice(names, over)
+        named = {name: self.record(name) for name in names}
+        lines = {name: self.lines(name) for name in names}
+        return comparison_text(view_comparison(named, over, lines), len(named))
 
-        Runs of versions that stored mixing weights alone show those.
+    def report_page(self, name: str) -> str:
+        """Return the report of a run, from its files as they are now."""
+        return page_text(view_run(self.record(name), self.lines(name)))
+
+    def matrix(self, name: str, number: int, kind: str = "") -> dict[str, Any]:
+        """Return a matrix between a run's clients in round `number`, NaN (absent clients) as null, and which there are.
+
+        `kind` is `similarity` or `mixing`; empty: the similarity where the run stored it, else the mixing weights.
         """
         record = self.record(name)
-        if number not in mixing_rounds(record.path):
+        if number not in mixing_rounds(record.path) or kind not in ("", *MATRICES):
             raise FedgraftError(
                 "E-STUDIO-ROUND", f"{name} stored no matrix of round {number}", "choose one of the slider", round=number
             )
         holdings = read_holdings(record)
-        values = read_similarity_round(record.path, number, len(holdings.counts))
-        if values is None:
-            values = read_mixing_round(record.path, number, len(holdings.counts))
-        return {"round": number, "values": json_ready(values), "names": list(holdings.clients)}
+        matrices = {}
+        for known, read in MATRICES.items():
+            values = read(record.path, number, len(holdings.counts))
+            if values is not None:
+                matrices[known] = values
+        shown = kind if kind in matrices else next(iter(matrices))
+        values = json_ready(matrices[shown])
+        return {
+            "round": number,
+            "kind": shown,
+            "kinds": list(matrices),
+            "values": values,
+            "names": list(holdings.clients),
+        }
 
     def log(self, name: str, before: int | None = None) -> dict[str, Any]:
         """Return the end of a run's log, and its rounds up to `before`, the newest first."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.report.html import page_file
 from fedgraft.report.sections import PICTURE_TYPES
-from fedgraft.studio.actions import Actions
+from fedgraft.studio.actions import Actions, FederationActions
 from fedgraft.studio.feed import Feed
 from fedgraft.studio.guard import Guard, Secrets
 from fedgraft.studio.library import RunLibrary, parameter
@@ -64,6 +64,7 @@ class Studio:
             "node": self.node is not None,
             "questions": bool(self.questions),
             "actions": self.actions is not None,
+            "form": self.actions is not None and self.actions.has_form,
             "action": self.own.action if self.actions is not None else "",
         }
 
@@ -133,15 +134,28 @@ def _run_routes(library: RunLibrary) -> list[Route]:
     """Return the addresses about runs."""
     return [
         _get("/api/runs", lambda query: library.table()),
-        _get("/api/groups", lambda query: library.groups()),
-        _get("/api/run", lambda query: library.view(parameter(query, "run"))),
+        _get("/api/groups", lambda query: library.groups(*_choice_of(query))),
+        _get("/api/run", lambda query: library.view(parameter(query, "run"), query.get("tab"))),
         _get("/api/curves", lambda query: library.curves(query.getlist("run"), query.get("over", "round"))),
         _get("/api/compare", lambda query: library.comparison(query.getlist("run"), query.get("over", "round"))),
-        _get("/api/matrix", lambda query: library.matrix(parameter(query, "run"), _number(query, "round"))),
+        _get(
+            "/api/matrix",
+            lambda query: library.matrix(parameter(query, "run"), _number(query, "round"), query.get("kind", "")),
+        ),
         _get("/api/log", lambda query: library.log(parameter(query, "run"), _optional_number(query, "before"))),
         _picture_route("/api/picture", lambda query: library.picture(query.get("run", ""), query.get("path", ""))),
-        _report_route(library),
+        _page_route("/api/report", "report.html", lambda query: library.report_page(parameter(query, "run"))),
+        _page_route(
+            "/api/comparison",
+            "comparison.html",
+            lambda query: library.comparison_page(query.getlist("run"), query.get("over", "round")),
+        ),
     ]
+
+
+def _matrix(library: RunLibrary, query: Any) -> dict[str, Any]:
+    """Return the matrix of a run and a round that a request names."""
+    return library.matrix(parameter(query, "run"), _number(query, "round"), query.get("kind", ""))
 
 
 def _get(path: str, answer: Callable[[Any], Any]) -> Route:
@@ -182,26 +196,22 @@ def _picture_route(path: str, find: Callable[[Any], Path]) -> Route:
     return Route(path, endpoint)
 
 
-def _report_route(library: RunLibrary) -> Route:
-    """Return the route of a run's report, made from its files as they are now, as a file to keep."""
+def _page_route(path: str, name: str, make: Callable[[Any], str]) -> Route:
+    """Return the route of a static page, made from the runs' files as they are now, as a file `name` to keep."""
     from starlette.responses import Response
     from starlette.routing import Route
 
     def endpoint(request: Request) -> Response:
-        """Send the static page of a run."""
-        from fedgraft.report.run_page import page_text
-        from fedgraft.report.run_view import view_run
-
+        """Send the page."""
         try:
-            name = parameter(request.query_params, "run")
-            text = page_text(view_run(library.record(name), library.lines(name)))
+            text = make(request.query_params)
         except FedgraftError as error:
             return _error(error)
         headers = {"content-security-policy": REPORT_POLICY}
-        headers["content-disposition"] = "attachment; filename=report.html"
+        headers["content-disposition"] = f"attachment; filename={name}"
         return Response(text, media_type="text/html", headers=headers)
 
-    return Route("/api/report", endpoint)
+    return Route(path, endpoint)
 
 
 def _action_routes(actions: Actions, library: RunLibrary) -> list[Route]:
@@ -228,13 +238,19 @@ def _action_routes(actions: Actions, library: RunLibrary) -> list[Route]:
         """Return the folder of the run that an action names."""
         return library.record(str(body.get("run", ""))).path
 
+    routes = []
+    if actions.has_form:
+        routes.append(_get("/api/form", form))
+    if isinstance(actions, FederationActions):
+        routes.append(_post("/api/preflight", actions.preflight))
     return [
-        _get("/api/form", form),
+        *routes,
         _get("/api/jobs", lambda query: actions.jobs()),
         _post("/api/plan", actions.plan),
         _post("/api/start", changed(actions.start)),
         _post("/api/resume", changed(lambda body: actions.resume(folder(body)))),
         _post("/api/evaluate", changed(lambda body: actions.evaluate(folder(body)))),
+        _post("/api/release", changed(lambda body: actions.release(folder(body)))),
         _post("/api/stop", changed(lambda body: actions.stop(str(body.get("run", ""))))),
     ]
 
@@ -299,6 +315,18 @@ def _number(query: Any, key: str) -> int:
     if not text.isdigit():
         raise FedgraftError("E-STUDIO-PARAMETER", f"{key} is {text[:40]!r}, no whole number", "reload the page")
     return int(text)
+
+
+def _choice_of(query: Any) -> tuple[int | None, tuple[int, ...] | None]:
+    """Return the version of the table and its rows that a request names; None twice without any."""
+    text = query.get("among")
+    if not text:
+        return None, None
+    rows = []
+    for word in text.split():
+        if word.isdigit():
+            rows.append(int(word))
+    return _number(query, "version"), tuple(rows)
 
 
 def _optional_number(query: Any, key: str) -> int | None:
@@ -384,6 +412,7 @@ def _listen(port: int | None) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((HOST, port or 0))
+        listening.listen(128)  # a browser that comes before the server is ready waits, and is not refused
     except OSError as error:
         listening.close()
         raise FedgraftError(

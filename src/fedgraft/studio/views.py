@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedgraft.studio.actions import Actions
+from fedgraft.studio.actions import Actions, FederationActions
 from fedgraft.studio.library import RunLibrary
 from fedgraft.studio.questions import Questions
 from fedgraft.studio.server import Studio
@@ -13,15 +13,15 @@ from fedgraft.studio.server import Studio
 def studio_of(folder: Path, allow_actions: bool = False, cache: Path | None = None) -> Studio:
     """Return the studio of a folder of runs, of one run, or of a federation; `cache` is where its index is kept."""
     root = folder.resolve()
-    actions = None
-    if allow_actions:
-        actions = Actions(root)
+    actions = Actions(root) if allow_actions else None
     federation = None
     if (root / "federation.toml").is_file():
         from fedgraft.deploy.folder import open_federation
         from fedgraft.studio.federation import FederationView
 
         federation = FederationView(open_federation(root)).state
+        if allow_actions:
+            actions = FederationActions(root)
     questions = Questions(root)
     return Studio(
         library=RunLibrary(root, cache),

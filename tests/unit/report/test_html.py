@@ -16,7 +16,7 @@ import pytest
 from tests.support.pages import HOSTILE, Page, finished, line
 
 from fedgraft.report import html as report
-from fedgraft.report.charts import compare_charts, run_charts
+from fedgraft.report.charts import compare_charts, run_charts, training_charts
 from fedgraft.report.compare import write_comparison
 from fedgraft.report.run_page import write_report
 
@@ -69,11 +69,11 @@ def test_charts_of_sparse_and_long_metrics() -> None:
     (only,) = run_charts([{"round": 3, "accuracy": 0.5}])
     assert only["series"] == [{"name": "validation", "x": [3], "y": [50.0]}]
     long = [line(round) for round in range(1, 5001)]
-    charts = {chart["title"]: chart for chart in run_charts(long)}
+    charts = {chart["title"]: chart for chart in [*run_charts(long), *training_charts(long)]}
     more = ["Distance of the clients' updates from their mean", "Cosine of the clients' updates to their mean"]
     first = ["Accuracy", "Loss", "Sent so far"]
     assert list(charts) == [*first, "Norm of the update", *more, "Time per round"]  # a constant rate needs none
-    assert [title for title, chart in charts.items() if "place" not in chart] == first
+    assert [chart["title"] for chart in run_charts(long)] == first
     for chart in charts.values():
         for series in chart["series"]:
             assert (
@@ -84,8 +84,9 @@ def test_charts_of_sparse_and_long_metrics() -> None:
     loss = charts["Loss"]["series"][1]
     assert (loss["low"][0], loss["y"][0], loss["high"][0]) == (1.0, 2.5, 3.0)
     assert charts["Sent so far"]["unit"] == " GB" and [s["y"][-1] for s in charts["Sent so far"]["series"]] == [10, 5]
-    alike = run_charts([line(round, bytes_down=2_000_000, lr=0.1 / round) for round in (1, 2)])
-    assert [s["name"] for s in alike[2]["series"]] == ["up, and as much down"] and alike[-1]["title"] == "Learning rate"
+    two = [line(round, bytes_down=2_000_000, lr=0.1 / round) for round in (1, 2)]
+    assert [s["name"] for s in run_charts(two)[2]["series"]] == ["up, and as much down"]
+    assert training_charts(two)[-1]["title"] == "Learning rate"
     personal = run_charts([line(2, personal={"mean": 0.5, "min": 0.2, "max": 0.9})])[0]["series"][1]
     assert personal == {"name": "personal models", "x": [2], "y": [50.0], "low": [20.0], "high": [90.0]}
     assert compare_charts({"a": [], "b": []}) == []

@@ -256,5 +256,5 @@ def test_the_command_ends_with_one_where_something_stops(data: Path, tmp_path: P
     rename(data, "Melanoma")
     words = ["data.source=owners", f"data.path={data}", "partition.kind=by_site", "--out", str(tmp_path / "p")]
     done = CliRunner().invoke(app, ["preflight", *words])
-    assert done.exit_code == 1 and "class_case" in done.output and (tmp_path / "p/preflight.png").exists()
+    assert done.exit_code == 1 and "class_case" in done.output and (tmp_path / "p/preflight.html").exists()
     assert json.loads((tmp_path / "p/preflight.json").read_text())["findings"][0]["stops"] is True

@@ -200,7 +200,7 @@ export function barChart(spec, place) {
       shape("line", { class: "grid", x1: left, x2: right, y1: py(y), y2: py(y) }, svg);
       shape("text", { x: left - 6, y: py(y) + 4, "text-anchor": "end" }, svg, text);
     }
-    const each = slot * 0.8 / spec.series.length, every = Math.ceil(spec.categories.length * 14 / (right - left));
+    const each = Math.min(90, slot * 0.8 / spec.series.length), group = each * spec.series.length, every = Math.ceil(spec.categories.length * 14 / (right - left));
     spec.categories.forEach((category, c) => {
       const middle = left + slot * (c + 0.5);
       if (c % every === 0) {
@@ -210,7 +210,7 @@ export function barChart(spec, place) {
       spec.series.forEach((s, i) => {
         const value = s.y[c];
         if (value === null || value === undefined) return;
-        const x = left + slot * (c + 0.1) + each * i, y = Math.min(py(value), py(0));
+        const x = middle - group / 2 + each * i, y = Math.min(py(value), py(0));
         const bar = shape("rect", { x, y, width: Math.max(1, each - 1), height: Math.max(0.5, Math.abs(py(0) - py(value))), fill: colour(i) }, svg);
         if (s.low && s.low[c] !== null && s.low[c] !== undefined)
           shape("line", { x1: x + each / 2, x2: x + each / 2, y1: py(s.low[c]), y2: py(s.high[c]), stroke: "var(--ink)", "stroke-width": 1.5 }, svg);

@@ -10,7 +10,7 @@ const VIEWS = {
   questions: ["Questions", () => import("./questions.js"), () => boot.questions],
   federation: ["Federation", () => import("./federation.js"), () => boot.federation],
   node: ["This node", () => import("./node.js"), () => boot.node],
-  new: ["New run", () => import("./form.js"), () => boot.actions],
+  new: ["New run", () => import("./form.js"), () => boot.form],
   run: ["Run", () => import("./run.js"), () => false],
 };
 

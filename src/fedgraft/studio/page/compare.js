@@ -1,6 +1,6 @@
 // Several runs over each other: curves over rounds, megabytes or seconds, results, and what differs between their configs.
 import { make } from "./charts.js";
-import { get } from "./api.js";
+import { address, get } from "./api.js";
 import { notice, sections } from "./sections.js";
 import { state } from "./runs.js";
 
@@ -26,9 +26,11 @@ export async function show(place, { query, live }) {
         other.classList.toggle("on", other.dataset.axis === over);
       }
       history.replaceState(null, "", `#/compare?${runs.map(run => `run=${encodeURIComponent(run)}`).join("&")}&over=${over}`);
+      bar.querySelector("#offline").href = address("comparison", { run: runs, over });
       draw();
     });
   }
+  make("a", { class: "button", href: address("comparison", { run: runs, over }), download: "comparison.html", id: "offline" }, bar, "Offline page");
   const box = make("div", {}, place);
   const drawn = new Map();
   async function draw() {

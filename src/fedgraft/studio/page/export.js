@@ -33,7 +33,7 @@ export function svgText(drawing, title, names) {
   const originals = [drawing, ...drawing.querySelectorAll("*")], copies = [copy, ...copy.querySelectorAll("*")];
   originals.forEach((element, i) => {
     const seen = getComputedStyle(element);
-    for (const key of ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size"]) copies[i].setAttribute(key, seen.getPropertyValue(key));
+    for (const key of ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "paint-order"]) copies[i].setAttribute(key, seen.getPropertyValue(key));
     copies[i].removeAttribute("class");
   });
   const root = getComputedStyle(document.documentElement), ink = root.getPropertyValue("--ink"), card = root.getPropertyValue("--card");
@@ -58,15 +58,51 @@ export async function png(text, scale = 2) {
   return new Promise(resolve => canvas.toBlob(resolve, "image/png"));
 }
 
+// A matrix as a drawing of its own: the page shows it as a table, a file shows it as a picture.
+export function matrixSvg(part, title) {
+  const cell = 40, left = 14 + 7 * Math.max(part.corner.length, ...part.rows.map(name => name.length)), top = 44 + 7 * Math.max(...part.columns.map(name => name.length));
+  const root = getComputedStyle(document.documentElement), paint = key => root.getPropertyValue(key).trim();
+  const width = Math.max(left + cell * part.columns.length + 12, 8 * title.length + 24), height = top + 24 * part.rows.length + 12;
+  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, width, height, "font-family": "system-ui, sans-serif", "font-size": "12px", fill: paint("--ink") });
+  shape("rect", { x: 0, y: 0, width, height, fill: paint("--card") }, svg);
+  shape("text", { x: 12, y: 20, "font-size": "14px", "font-weight": 600 }, svg, title);
+  let largest = 0;
+  for (const row of part.values) for (const v of row) if (v !== null && v > largest) largest = v;
+  const whole = part.values.every(row => row.every(v => v === null || Number.isInteger(v)));
+  part.columns.forEach((name, c) => { const x = left + cell * (c + 0.6), y = top - 6; shape("text", { x, y, transform: `rotate(-90 ${x} ${y})` }, svg, name); });
+  part.rows.forEach((name, r) => {
+    const y = top + 24 * r;
+    shape("text", { x: left - 6, y: y + 16, "text-anchor": "end" }, svg, name);
+    part.values[r].forEach((v, c) => {
+      if (!v) return;
+      shape("rect", { x: left + cell * c, y, width: cell - 1, height: 23, fill: paint("--c0"), opacity: (0.05 + 0.45 * Math.sqrt(Math.max(0, v) / (largest || 1))).toFixed(2) }, svg);
+      shape("text", { x: left + cell * (c + 1) - 5, y: y + 16, "text-anchor": "end" }, svg, whole ? String(v) : v.toFixed(2));
+    });
+  });
+  return new XMLSerializer().serializeToString(svg);
+}
+
+export const matrixCsv = part => csv([[part.corner, ...part.columns], ...part.rows.map((name, r) => [name, ...part.values[r]])]);
+export const gridCsv = part => csv([part.columns.map(column => column.name), ...part.rows]);
+
+// Buttons that save what is shown; `kinds` has a function for each kind of file, which returns text or a blob.
+export function saveButtons(bar, title, kinds) {
+  for (const [kind, content] of Object.entries(kinds)) {
+    const button = make("button", { type: "button", "aria-label": `${title()} as ${kind}` }, bar, kind);
+    button.addEventListener("click", async () => {
+      const data = await content();
+      save(`${title()}.${kind.toLowerCase()}`, data instanceof Blob ? data : new Blob([data], { type: "image/svg+xml" }));
+    });
+  }
+}
+
+// The buttons beside a table or a matrix.
+export const tableTools = (place, title, kinds) => saveButtons(make("div", { class: "tools still" }, place), title, kinds);
+
 // The three buttons of a chart; `now` returns what the chart shows at present.
 export function tools(box, now) {
   const bar = make("div", { class: "tools" });
   box.insertBefore(bar, box.children[1]);
-  const drawing = () => box.querySelector("svg");
-  const text = () => svgText(drawing(), now().title, (now().series || []).map(s => s.name));
-  const file = suffix => `${now().title}.${suffix}`;
-  const add = (name, act) => make("button", { type: "button", "aria-label": `${now().title} as ${name}` }, bar, name).addEventListener("click", act);
-  add("SVG", () => save(file("svg"), new Blob([text()], { type: "image/svg+xml" })));
-  add("PNG", async () => save(file("png"), await png(text())));
-  add("CSV", () => save(file("csv"), chartCsv(now())));
+  const text = () => svgText(box.querySelector("svg"), now().title, (now().series || []).map(s => s.name));
+  saveButtons(bar, () => now().title, { SVG: text, PNG: () => png(text()), CSV: () => chartCsv(now()) });
 }

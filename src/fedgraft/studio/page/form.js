@@ -2,9 +2,9 @@
 import { make } from "./charts.js";
 import { get, post } from "./api.js";
 import { notice } from "./sections.js";
-import { clock } from "./format.js";
+import { jobList } from "./jobs.js";
 
-export async function show(place, { live }) {
+export async function show(place) {
   const form = await get("form");
   const values = new Map();
   let every = false;
@@ -31,7 +31,7 @@ export async function show(place, { live }) {
       if (words && !`${field.key} ${field.description}`.toLowerCase().includes(words)) continue;
       if (field.section !== section) {
         section = field.section;
-        make("h2", {}, box, section);
+        make("h2", {}, box, section.replace(/\.$/, ""));
         inside = make("div", { class: "fields" }, box);
       }
       input(field, inside);
@@ -95,21 +95,8 @@ export async function show(place, { live }) {
     await list();
   }
   run.addEventListener("click", start);
-  async function list() {
-    const known = await get("jobs");
-    jobs.replaceChildren();
-    if (!known.length) return;
-    make("h2", {}, jobs, "Commands of this studio");
-    for (const job of known.slice(0, 20)) {
-      const part = make("details", {}, jobs);
-      const state = job.code === null ? "runs" : job.code === 0 ? "done" : `ended with ${job.code}`;
-      make("summary", {}, part, `${job.title}: ${state}, ${clock(job.seconds)} ago`);
-      make("a", { href: `#/run?run=${encodeURIComponent(job.run)}` }, make("p", {}, part), job.run);
-      make("pre", { class: "log", tabindex: "0" }, part, job.output || "(no output)");
-    }
-  }
+  const list = () => jobList(jobs);
   fields();
   command();
   await list();
-  live(() => { if (!jobs.contains(document.activeElement)) list(); });
 }

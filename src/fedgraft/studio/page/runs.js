@@ -104,11 +104,12 @@ export async function show(place, { live }) {
     open.textContent = `Compare (${state.selected.size})`;
     open.disabled = state.selected.size < 2;
     if (state.grouped) {
-      const groups = await get("groups");
+      const places = new Map(table.runs.map((run, i) => [run.name, i])), some = state.filter.trim() !== "";
+      const groups = await get("groups", some ? { version: table.version, among: chosen(table).map(run => places.get(run.name)).join(" ") || "none" } : {});
       box.replaceChildren();
       pager.replaceChildren();
       note.textContent = "Runs that differ only in their seed, together: mean test accuracy, deviation and 95 % intervals.";
-      if (groups.rows.length) grid(groups, box);
+      if (groups.rows.length) grid(groups, box, "Runs by setting");
       else make("p", { class: "empty" }, box, "No setting has finished runs with two seeds.");
       return;
     }
@@ -172,7 +173,7 @@ export async function show(place, { live }) {
   live(async () => {
     const before = document.activeElement;
     table = await get("runs");
-    if (!box.contains(before)) await draw();  // nobody's place in the table is taken away
+    if (state.grouped || !box.contains(before)) await draw();  // nobody's place in the table is taken away
   });
   sweep.setAttribute("title", "parallel coordinates of the runs that match the filter");
 }

@@ -1,9 +1,10 @@
 // Sections of a run or a comparison, as `report/sections.py` makes them, drawn into the page. Text is only ever text.
 import { chart, make } from "./charts.js";
-import { tools } from "./export.js";
+import { gridCsv, matrixCsv, matrixSvg, png, tableTools, tools } from "./export.js";
 import { address } from "./api.js";
 
-export function grid(part, place) {
+export function grid(part, place, title) {
+  if (title) tableTools(place, () => title, { CSV: () => gridCsv(part) });
   const table = make("table", {}, make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table" }, place));
   const head = make("tr", {}, make("thead", {}, table)), body = make("tbody", {}, table);
   for (const column of part.columns) make("th", { scope: "col", ...(column.number ? { class: "number" } : {}) }, head, column.name);
@@ -14,7 +15,8 @@ export function grid(part, place) {
   return table;
 }
 
-export function matrix(part, place) {
+export function matrix(part, place, title) {
+  if (title) tableTools(place, () => title, { SVG: () => matrixSvg(part, title), PNG: () => png(matrixSvg(part, title)), CSV: () => matrixCsv(part) });
   const scroll = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "matrix" }, place);
   const table = make("table", { class: "map" }, scroll);
   const turned = part.columns.some(name => name.length > 4);
@@ -52,9 +54,9 @@ export function charts(part, place, drawn = new Map()) {
   }
 }
 
-function part(run, item, place, drawn) {
-  if (item.kind === "grid") grid(item, place);
-  else if (item.kind === "matrix") matrix(item, place);
+function part(run, item, place, drawn, title) {
+  if (item.kind === "grid") grid(item, place, title);
+  else if (item.kind === "matrix") matrix(item, place, title);
   else if (item.kind === "charts") charts(item, place, drawn);
   else if (item.kind === "facts") {
     const table = make("table", { class: "facts" }, make("div", { class: "scroll", tabindex: "0" }, place));
@@ -83,7 +85,7 @@ export function sections(list, place, { run = "", drawn = new Map(), open = fals
       inside = make("section", {}, place);
       make("h2", {}, inside, section.title);
     }
-    for (const item of section.parts) part(run, item, inside, drawn);
+    for (const item of section.parts) part(run, item, inside, drawn, section.title);
   }
 }
 

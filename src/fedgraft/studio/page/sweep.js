@@ -2,6 +2,7 @@
 import { make, number, shape, ticks } from "./charts.js";
 import { get } from "./api.js";
 import { chosen, state } from "./runs.js";
+import { csv, png, svgText, tableTools } from "./export.js";
 import { percent, text } from "./format.js";
 
 const HEIGHT = 380, MOST = 1000, AXES = 7;
@@ -12,7 +13,7 @@ function axis(name, values) {
   if (present.length && present.every(v => typeof v === "number")) {
     const low = Math.min(...present), high = Math.max(...present), log = low > 0 && high / low > 20;
     const f = log ? Math.log10 : v => v, a = f(low), b = f(high);
-    const marks = log ? [...new Set(present)].sort((x, y) => x - y) : ticks(low, high === low ? low + 1 : high, 5).filter(v => v >= low && v <= high);
+    const own = [...new Set(present)].sort((x, y) => x - y), marks = log || own.length <= 8 ? own : ticks(low, high === low ? low + 1 : high, 5).filter(v => v >= low && v <= high);
     const shown = marks.length > 8 ? marks.filter((_, i) => i % Math.ceil(marks.length / 8) === 0) : marks;
     return { name, place: v => (v === null || v === undefined ? null : b === a ? 0.5 : (f(v) - a) / (b - a)), marks: shown.map(v => [v, number(v)]) };
   }
@@ -32,24 +33,31 @@ export async function show(place) {
   make("summary", {}, chooser, "Axes");
   const options = make("div", { class: "options" }, chooser);
   const note = make("p", { class: "note", role: "status" }, place);
-  const figure = make("figure", { class: "chart parallel" }, place), list = make("div", {}, place);
-  const distinct = key => new Set(table.runs.map(run => text(run.options[table.options.indexOf(key)]))).size;
-  const axes = new Set(table.options.filter(key => key !== "seed" && key !== "name" && distinct(key) > 1).slice(0, AXES));
+  const out = make("div", {}, place), figure = make("figure", { class: "chart parallel" }, place), list = make("div", {}, place);
+  const ticked = new Map();
+  let picked = null;  // the axes that the reader chose; until then those that differ between the runs of the filter
   for (const key of table.options) {
     const label = make("label", {}, options), tick = make("input", { type: "checkbox" }, label);
-    tick.checked = axes.has(key);
     make("span", {}, label, key);
-    tick.addEventListener("change", () => { tick.checked ? axes.add(key) : axes.delete(key); draw(); });
+    ticked.set(key, tick);
+    tick.addEventListener("change", () => { picked = new Set([...ticked].filter(([, box]) => box.checked).map(([name]) => name)); draw(); });
+  }
+  function axesOf(runs) {
+    if (picked) return table.options.filter(key => picked.has(key));
+    const differs = position => new Set(runs.map(run => text(run.options[position]))).size > 1;
+    return table.options.filter((key, position) => key !== "seed" && key !== "name" && differs(position)).slice(0, AXES);
   }
 
   function draw() {
     figure.replaceChildren();
     list.replaceChildren();
+    out.replaceChildren();
     const result = pick.value;
     const all = chosen(table).filter(run => run[result] !== null).sort((a, b) => b[result] - a[result]), runs = all.slice(0, MOST);
     note.textContent = `${all.length.toLocaleString("en")} runs with a result${all.length > MOST ? `, the best ${MOST} are drawn` : ""}; warm lines are the better ones`;
     if (!runs.length) return;
-    const keys = table.options.filter(key => axes.has(key));
+    const keys = axesOf(runs);
+    for (const [key, tick] of ticked) tick.checked = keys.includes(key);
     const columns = keys.map(key => [axis(key, runs.map(run => run.options[table.options.indexOf(key)])), run => run.options[table.options.indexOf(key)]]);
     columns.push([axis(`${RESULTS[result]} (%)`, runs.map(run => 100 * run[result])), run => 100 * run[result]]);
     const svg = shape("svg", { role: "img", "aria-label": "parallel coordinates of the runs; the table below has the same runs" }, figure);
@@ -75,9 +83,13 @@ export async function show(place) {
       shape("title", {}, shape("text", { x, y: i % 2 ? 34 : 16, "text-anchor": "middle" }, svg, short.length > 24 ? `${short.slice(0, 23)}…` : short), column.name);
       for (const [value, label] of column.marks) shape("text", { x: x + 5, y: py(column.place(value)) + 4 }, svg, label);
     });
+    const drawing = () => svgText(svg, "Parallel coordinates", []);
+    const values = run => [run.name, ...keys.map(key => text(run.options[table.options.indexOf(key)])), run[result]];
+    tableTools(out, () => "Parallel coordinates", { SVG: drawing, PNG: () => png(drawing()), CSV: () => csv([["run", ...keys, RESULTS[result]], ...runs.map(values)]) });
     const rows = new Map(), scroll = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "runs" }, list);
     const element = make("table", {}, scroll), head = make("tr", {}, make("thead", {}, element)), body = make("tbody", {}, element);
-    for (const name of ["run", ...keys, RESULTS[result]]) make("th", { scope: "col" }, head, name);
+    for (const name of ["run", ...keys]) make("th", { scope: "col" }, head, name);
+    make("th", { scope: "col", class: "number" }, head, RESULTS[result]);
     for (const run of runs.slice(0, 50)) {
       const line = make("tr", {}, body);
       make("a", { href: `#/run?run=${encodeURIComponent(run.name)}` }, make("td", {}, line), run.name);
