@@ -386,7 +386,8 @@ def _facts(
     facts["policies of the owners"] = "a simulation has none"
     if deployed:
         facts["policies of the owners"] = (
-            "each node's own (deploy preflight tells its rules), in force beside the config's: who answered allowed this "
+            "each node's own (deploy preflight tells its rules), in force beside the config's: who answered allowed "
+            "this "
             "config and the action 'membership'; what left a node its owner sees with `fedgraft deploy ledger`"
         )
     return facts

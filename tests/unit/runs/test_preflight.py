@@ -165,7 +165,8 @@ def test_small_counts_and_single_images_stay_hidden(data: Path, tmp_path: Path) 
     page = module.write_preflight(tmp_path / "out", facts, reported).read_text()
     facts_of_site, digests = module.site_facts("a", *_one(data))
     assert (
-        "counts below 5" in page
+        "counts below 5" in (tmp_path / "out" / "preflight.md").read_text()
+        and "hidden" in page
         and len(digests) == facts_of_site["images"]
         and digests[0].hex() not in json.dumps(facts_of_site)
     )
