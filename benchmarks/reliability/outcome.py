@@ -41,6 +41,8 @@ NOTES = """
   mechanism's are, and is far tighter.
 - `uneven`: the digits and a tiny network. At the full count a bound of 30 times the median refused 3 of 2,301 benign
   updates, of clients that take more steps than most (epochs); since then more steps may go further.
+- `stages`: a node lost in the mask's sum, after the head's sum was opened over it, ends the run unopened: with one less
+  the two would give it away (decision 27). Lost in the head's sum it is asked for no later one.
 - `stages`: the nodes of a deployment asked in one process. `tests/deploy/test_deploy_kills.py` kills real nodes, links
   and runs at each stage.
 - Over Flower (`pytest tests/deploy -m deploy`): `test_deploy_hostile.py` tells the same table of lies to a real node

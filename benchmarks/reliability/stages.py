@@ -98,13 +98,16 @@ def stages(scale: float) -> Outcome:
     """Every stage once for each who may die; a part of them at a smaller scale."""
     chosen = STAGES[:: max(1, round(1 / scale))]
     whole = {mode: _in_a_folder(overrides, "", "", "") for mode, overrides in MODES.items()}
-    wrong, lost, runs = [], 0, 0
+    wrong, lost, runs, unopened = [], 0, 0, 0
     for mode, stage, sums in chosen:
         for who in ("server", "node", "restarted"):
             runs += 1
             try:
                 found = _in_a_folder(MODES[mode], stage, sums, who)
             except Exception as error:
+                if who == "node" and sums == "fisher_scores" and getattr(error, "code", "") == "E-SERVER-SUM-ABORTED":
+                    unopened += 1  # after the head's sum over all; with one less it would give the lost node away
+                    continue
                 wrong.append(f"{who} at {stage} {sums}: {type(error).__name__}: {str(error)[:80]}")
                 continue
             same = all(torch.equal(t, whole[mode][n]) for n, t in found.items())
@@ -115,8 +118,9 @@ def stages(scale: float) -> Outcome:
     noticed = not all(torch.equal(t, whole["clear"][n]) for n, t in broken.items())
     return Outcome(
         not wrong,
-        f"{runs} runs, server, node or restarted node gone at each of {len(chosen)} stages: {runs - len(wrong)} "
-        f"completed, with the same bytes wherever nobody was lost (in {lost} a node's answer was)"
+        f"{runs} runs, server, node or restarted node gone at each of {len(chosen)} stages: "
+        f"{runs - len(wrong) - unopened} completed, with the same bytes wherever nobody was lost (in {lost} a node's "
+        f"answer was); {unopened} ended with a sum that is not opened, because the head's was over one node more"
         + "".join(f"; {w}" for w in wrong[:5]),
         {"an answer is lost for good": "other bytes" if noticed else "the same bytes"},
         noticed,

@@ -31,7 +31,7 @@ from fedgraft.metrics import membership
 from fedgraft.metrics.evaluate import logits_of
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.loop import run
-from fedgraft.runs.tracking import Progress
+from fedgraft.runs.tracking import Silent
 
 pytestmark = pytest.mark.slow
 NAMES = ("north", "south", "east")
@@ -44,7 +44,8 @@ SMALL = [
     "data.validation=0.1",
 ]
 SMALL += ["trainable.kind=everything", "data.source=owners", "partition.kind=by_site", "engine=reference"]
-SMALL += ["rounds.evaluate_every=0", "metrics=accuracy,auroc"]
+SMALL += ["rounds.evaluate_every=0", "metrics=accuracy,auroc,balanced_accuracy"]
+SMALL += ["select=balanced_accuracy", "model.head=random"]  # a head from the images would know some by heart
 BY_HEART = ["local.epochs=10", "rounds.total=8", "local.lr=0.005", "local.optimizer=adamw"]
 BARELY = ["local.steps=1", "rounds.total=1", "local.lr=0.001"]
 
@@ -82,7 +83,7 @@ def silent(*parts: Any) -> None:
 
 
 def asked(folder: Path, count: int = 0) -> Answers:
-    return ask_sites(folder, count, Progress, silent)
+    return ask_sites(folder, count, Silent, silent)
 
 
 def released(folder: Path, answers: Answers, **rules: Any) -> Release:
@@ -158,7 +159,7 @@ def test_scores_against_shadows_are_those_of_a_plain_loop(runs: dict[str, Path],
     """Of one site, by hand: the log loss minus the mean of the models that left the image out, in deviations."""
     target = adapted(runs["barely"])
     data = target.setup.task.data
-    made = shadows.train_shadows(target.setup.config, data, tmp_path, 4, Progress, silent)
+    made = shadows.train_shadows(target.setup.config, data, tmp_path, 4, Silent, silent)
     rare = torch.tensor([False, True])
     sums = shadows.shadow_sums(target, made, rare, 1)[1]
 
@@ -173,8 +174,12 @@ def test_scores_against_shadows_are_those_of_a_plain_loop(runs: dict[str, Path],
         out = [log_loss(shadow.run, False, row) for shadow in made if row not in shadow.trained]
         assert len(out) == 2
         members.append((log_loss(target, False, row), out))
-    for row in data.test_rows(1).tolist():
-        outsiders.append((log_loss(target, True, row), [log_loss(shadow.run, True, row) for shadow in made[::2]]))
+    drawn = shadows.drawn_for_tests(target.setup.config.seed, 1, len(data.test_rows(1)), 4)
+    assert drawn.sum(1).tolist() == [2] * len(drawn) and 0.2 < float(drawn[:, 0].double().mean()) < 0.8
+    for row, chosen in zip(data.test_rows(1).tolist(), drawn.tolist(), strict=True):
+        assert chosen[0] != chosen[1] and chosen[2] != chosen[3]
+        out = [log_loss(shadow.run, True, row) for shadow, one in zip(made, chosen, strict=True) if one]
+        outsiders.append((log_loss(target, True, row), out))
     squares = sum(((np.array(out) - np.mean(out)) ** 2).sum() for _, out in members + outsiders)
     spread = (squares / (len(members) + len(outsiders))) ** 0.5
     for name, images in (("members", members), ("outsiders", outsiders)):
@@ -186,12 +191,12 @@ def test_scores_against_shadows_are_those_of_a_plain_loop(runs: dict[str, Path],
 
 def test_shadows_find_what_was_learned_by_heart_and_are_found_again(runs: dict[str, Path]) -> None:
     said = list[str]()
-    answers = ask_sites(runs["by_heart"], 2, Progress, said.append)
+    answers = ask_sites(runs["by_heart"], 2, Silent, said.append)
     assert len(said) == 2
     attack = membership.attack(membership.merge_membership(answers.shadows.values()))
     assert attack.auc is not None and attack.auc.value > 0.65
     before = {path: path.stat().st_mtime_ns for path in (runs["by_heart"] / "release").rglob("metrics.jsonl")}
-    again = ask_sites(runs["by_heart"], 2, Progress, silent)
+    again = ask_sites(runs["by_heart"], 2, Silent, silent)
     assert {path: path.stat().st_mtime_ns for path in before} == before
     for site, sums in answers.shadows.items():
         assert all(torch.equal(sums[name], again.shadows[site][name]) for name in sums)
@@ -213,6 +218,7 @@ def test_the_page_holds_counts_and_no_number_of_an_image(runs: dict[str, Path], 
     assert "<script>alert" not in page and "&lt;script&gt;" in page
     written = json.loads((tmp_path / "release.json").read_text())
     assert written["verdict"] == "fail" and len(written["attacks"]) == 4
+    assert all("-" in row["value"] for row in written["metrics"]), "a metric without its interval"
     assert "melanoma" in written["notes"][-2]
 
 

@@ -18,6 +18,10 @@ def side(bins: Tensor, right: bool = True, rare: bool = False) -> Side:
     return bins, torch.full((len(bins),), right), torch.full((len(bins),), rare)
 
 
+def both_sides(members: Side, outsiders: Side, smallest: int) -> dict[str, Tensor]:
+    return membership.join_sides(membership.side_sums(*members, smallest), membership.side_sums(*outsiders, smallest))
+
+
 def drawn(images: int, mean: float, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (mean + 12 * torch.randn(images, generator=generator)).round().clamp(0, BINS - 1).long()
@@ -26,7 +30,7 @@ def drawn(images: int, mean: float, seed: int) -> Tensor:
 @pytest.mark.parametrize("distance", [0.0, 6.0, 30.0])
 def test_the_area_is_that_of_scikit_learn(distance: float) -> None:
     members, outsiders = drawn(300, 40, 0), drawn(200, 40 + distance, 1)
-    attack = membership.attack(membership.histogram_sums(side(members), side(outsiders), 1))
+    attack = membership.attack(both_sides(side(members), side(outsiders), 1))
     truth = np.concatenate([np.ones(300), np.zeros(200)])
     scores = -np.concatenate([members.numpy(), outsiders.numpy()])
     assert attack.auc is not None
@@ -42,7 +46,7 @@ def delong_by_pairs(members: Tensor, outsiders: Tensor) -> float:
 
 def test_the_interval_is_delongs() -> None:
     members, outsiders = drawn(150, 40, 2), drawn(90, 47, 3)
-    area = membership.attack(membership.histogram_sums(side(members), side(outsiders), 1)).auc
+    area = membership.attack(both_sides(side(members), side(outsiders), 1)).auc
     assert area is not None and area.low is not None and area.high is not None
     assert (area.high - area.low) / 2 == pytest.approx(
         1.959963984540054 * delong_by_pairs(members, outsiders), abs=1e-12
@@ -52,28 +56,28 @@ def test_the_interval_is_delongs() -> None:
 def test_the_share_that_is_found_keeps_the_false_alarms() -> None:
     members = torch.tensor([3] * 60 + [50] * 40)
     outsiders = torch.tensor([3] + [10] * 2 + [60] * 197)
-    found = membership.attack(membership.histogram_sums(side(members), side(outsiders), 1)).found
+    found = membership.attack(both_sides(side(members), side(outsiders), 1)).found
     assert (
         found is not None and found.hits == 60 and found.n == 100
     )  # one false alarm of 200; at bin 10 there are three
-    few = membership.attack(membership.histogram_sums(side(members), side(outsiders[:50]), 1))
+    few = membership.attack(both_sides(side(members), side(outsiders[:50]), 1))
     assert few.found is None and few.auc is not None
 
 
 def test_sums_of_sites_are_those_of_one_place() -> None:
     parts = []
     for seed in range(3):
-        parts.append(membership.histogram_sums(side(drawn(50, 30, seed)), side(drawn(40, 40, 9 + seed)), 1))
+        parts.append(both_sides(side(drawn(50, 30, seed)), side(drawn(40, 40, 9 + seed)), 1))
     together = membership.merge_membership(parts)
     members = torch.cat([drawn(50, 30, seed) for seed in range(3)])
     outsiders = torch.cat([drawn(40, 40, 9 + seed) for seed in range(3)])
-    alone = membership.histogram_sums(side(members), side(outsiders), 1)
+    alone = both_sides(side(members), side(outsiders), 1)
     assert all(torch.equal(together[name], alone[name]) for name in alone)
 
 
 def test_small_groups_are_left_out() -> None:
     few = side(torch.tensor([1, 2, 3, 4]), rare=True)
-    sums = membership.histogram_sums(few, side(drawn(30, 40, 0), rare=True), 5)
+    sums = both_sides(few, side(drawn(30, 40, 0), rare=True), 5)
     assert not sums["members"].any() and sums["outsiders"][RARE].sum() == 30
     assert membership.attack(sums).auc is None and membership.gap(sums, RARE).gap is None
 
@@ -92,7 +96,7 @@ def test_the_gap_tells_rare_classes_from_others() -> None:
     bins = torch.zeros(48, dtype=torch.int64)
     members = (bins, torch.ones(48, dtype=torch.bool), is_rare)
     outsiders = (bins, ~is_rare, is_rare)
-    sums = membership.histogram_sums(members, outsiders, 5)
+    sums = both_sides(members, outsiders, 5)
     by_heart, usual = membership.gap(sums, RARE).gap, membership.gap(sums, COMMON).gap
     assert by_heart is not None and by_heart.value == 1.0
     assert usual is not None and usual.value == 0.0
@@ -111,12 +115,12 @@ def test_losses_of_classes_and_of_findings_have_bins() -> None:
 
 @pytest.mark.parametrize("spoil", ["negative", "fraction", "right"])
 def test_sums_that_cannot_be_are_named(spoil: str) -> None:
-    sums = membership.histogram_sums(side(drawn(30, 40, 0)), side(drawn(30, 40, 1)), 1)
-    assert not membership.implausible_membership(sums)
+    sums = membership.side_sums(*side(drawn(30, 40, 0)), 1)
+    assert not membership.implausible_side(sums)
     if spoil == "negative":
-        sums["members"][0, 0] = -1
+        sums["losses"][0, 0] = -1
     elif spoil == "fraction":
-        sums["outsiders"][0, 0] += 0.5
+        sums["losses"][0, 0] += 0.5
     else:
-        sums["right"][0, 0] = 31
-    assert membership.implausible_membership(sums)
+        sums["right"][0] = 31
+    assert membership.implausible_side(sums)

@@ -93,9 +93,12 @@ def leaked(world: World) -> float | None:
     """Relative error of the victim's body update that a made-up model gives away; None: it was refused."""
     model = crafted(world)
     sums = train(world, model, head_lr=1e-30)
-    if sums is None:
-        return None
-    request = world.request(vector=model, settings={"largest": 20, "head_lr": 1e-30})
+    return None if sums is None else error_of(world, sums, model, 0, head_lr=1e-30)
+
+
+def error_of(world: World, sums: Mapping[str, Tensor], model: Tensor, number: int, **settings: float) -> float:
+    """Relative error of an opened sum as a guess of the victim's body update."""
+    request = world.request(vector=model, settings={"largest": 20, **settings}, round=number)
     own = train_locally(request, world.algorithm, replace(world.context), {})
     weight = min(20.0, float(len(world.context.rows(VICTIM)))) / 20
     mine = body_of(world, own.update) * weight
@@ -153,6 +156,53 @@ def test_a_jump_after_honest_rounds_is_refused_and_honest_rounds_are_not() -> No
         state = state + (sums["update"] / float(sums["weight"])).float()
     assert train(world, crafted(world), 4) is None
     assert "rule 'history'" in world.refused()
+
+
+def edge_of_the_bound(world: World) -> Tensor:
+    """The model on the way to the made-up one whose head sends just enough back for everybody's images."""
+    start, end = world.toy.state.vector, crafted(world)
+    least, most = 0.0, 1.0
+    for _ in range(40):
+        middle = (least + most) / 2
+        world.context.load_model(start + (end - start) * middle)
+        signals = [histories.head_signal(world.context, client, trains_body=True) or 0.0 for client in CLIENTS]
+        if min(signals) >= 1.01 * histories.LEAST_LATER_SIGNAL:
+            least = middle
+        else:
+            most = middle
+    return start + (end - start) * least
+
+
+def drift(world: World, **settings: float) -> list[float]:
+    """Errors of the rounds in which a server moves the model as far as it may towards the edge of the bound."""
+    goal = edge_of_the_bound(world)
+    state = world.toy.state.vector
+    errors = []
+    for number in range(5):
+        sums = train(world, state, number, **settings)
+        assert sums is not None, world.refused()
+        errors.append(error_of(world, sums, state, number, **settings))
+        reaches = []
+        for history in world.histories.values():
+            latest = history.memory[histories._LATEST]
+            reaches.append(history.reach(world.algorithm, history._last_norm, latest, number))
+        left = goal - state
+        state = state + left * min(1.0, 0.99 * min(reaches) / max(1e-9, float(left.norm())))
+    return errors
+
+
+def test_a_drift_within_the_bound_gives_nobody_away_at_the_rates_of_the_config() -> None:
+    """Every step is within reach and no head is dead, so nothing is refused; but others' heads recover in the round.
+
+    At the edge the sum is three times the victim's own update away from it. With a rate of the server's choice the
+    heads stay as they are, and the sum is the victim's update to half a percent.
+    """
+    assert min(drift(secure_world())) > 2.5
+    world = secure_world()
+    for history in world.histories.values():
+        history.rates = None
+        history.norm_factor = 1e6  # heads that stay make steps short, and the way long
+    assert min(drift(world, head_lr=1e-30)) < 0.02
 
 
 def test_a_model_before_another_round_is_not_exchanged_afterwards() -> None:

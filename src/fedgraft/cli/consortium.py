@@ -143,6 +143,16 @@ def worth(
     typer.echo(f"written: {page}")
 
 
+def _print_example(wanted: bool) -> None:
+    """Print an example of release.toml and end the command, if that is wanted."""
+    if not wanted:
+        return
+    from fedgraft.consortium.release_rules import EXAMPLE
+
+    typer.echo(EXAMPLE, nl=False)
+    raise typer.Exit
+
+
 def release(
     run: Annotated[Path, typer.Argument(help="the run folder of a finished simulation")],
     rules: Annotated[Path | None, typer.Option("--rules", help="the consortium's release.toml")] = None,
@@ -150,6 +160,9 @@ def release(
         int, typer.Option("--shadows", min=0, help="shadow models to train for the stronger attack; each is a run")
     ] = 4,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="folder of the page (default: RUN/release)")] = None,
+    example: Annotated[
+        bool, typer.Option("--example", is_eager=True, callback=_print_example, help="print a release.toml, and stop")
+    ] = False,
     device: DeviceName = None,
 ) -> None:
     """Write the page that is signed before a model leaves, with a verdict; exit code 1 if a rule is broken."""

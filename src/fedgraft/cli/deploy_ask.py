@@ -174,12 +174,13 @@ def release(
     from fedgraft.deploy.coordinator import run_task
     from fedgraft.deploy.evaluate import config_for_any_model
     from fedgraft.deploy.folder import open_federation
-    from fedgraft.deploy.release import RESULT_FILE, answers_of
+    from fedgraft.deploy.release import RESULT_FILE, answers_of, require_same_division
     from fedgraft.runs.predict import predictor
 
     agreed = read_rules(rules)
     federation = open_federation(fed)
     predictor(run)  # refuses what is no model, before any node is asked
+    require_same_division(federation.config, run)
     config = config_for_any_model(federation.config)
     folder = federation.path / "releases" / run.resolve().name
     typer.echo(f"config of the request: {config.fingerprint}")

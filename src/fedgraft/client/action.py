@@ -121,6 +121,8 @@ class Action:
     """The answer is given in the clear even where secure aggregation is on, because an honest run needs it so."""
     split: Callable[[Request], str] = _training_rows
     """Return which rows an answer is about: "train", "validation" or "test"."""
+    splits: tuple[str, ...] = ("validation", "test")
+    """What the setting `split` of a request may be, where it carries one."""
     canonical: Callable[[Request, ClientContext], Mapping[str, Scalar]] = _no_canonical_form
     """Return the settings in canonical form: requests with the same answer have the same.
 

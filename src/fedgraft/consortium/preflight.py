@@ -27,6 +27,7 @@ import numpy as np
 from fedgraft.config.federate import federate, open_data
 from fedgraft.config.options import Config
 from fedgraft.consortium.site_faults import Finding, SiteFacts, findings
+from fedgraft.consortium.small_counts import hide_small
 from fedgraft.core.progress import counted
 from fedgraft.core.store import write_text
 from fedgraft.core.text import markdown_cell
@@ -94,7 +95,7 @@ def site_facts(
     Args:
         site: its name.
         rows: its training rows, and its test rows, in the stores of `dataset`.
-        minimum: counts below this are hidden (None).
+        minimum: counts below this are hidden (None), and with them what they would follow from.
         rules: the rules of the owner's policy by name; None: there is no policy.
         window: grey values that become black and white in deep images.
     """
@@ -132,28 +133,28 @@ def site_facts(
         widths.append(width)
         heights.append(height)
 
-    def hide_small(counts: Mapping[str, int]) -> dict[str, int | None]:
-        """Return the counts with those below the minimum replaced by None."""
-        hidden: dict[str, int | None] = {}
-        for name, count in sorted(counts.items()):
-            hidden[name] = count if count >= minimum else None
-        return hidden
+    def hide(counts: Mapping[str, int]) -> dict[str, int | None]:
+        """Return the counts, which have no known total, with those below the minimum hidden."""
+        return {name: count if count >= minimum else None for name, count in sorted(counts.items())}
 
+    unreadable_counts = hide(Counter(failure.reason for failure in unreadable))
+    # What is hidden of them must not follow from the number of images minus the readable ones.
+    hidden_unreadable = len(unreadable) - sum(count or 0 for count in unreadable_counts.values())
     other_files = sum(owner in ("", site) for owner in dataset.other_files)
     facts = {
         "site": site,
         "images": len(everything),
         "test_images": test_images,
-        "classes": hide_small(classes),
+        "classes": hide_small(classes, minimum),
         "minimum": minimum,
-        "faults": hide_small(_fault_counts(readable, digests, other_files)),
-        "unreadable": hide_small(Counter(failure.reason for failure in unreadable)),
+        "faults": hide(_fault_counts(readable, digests, other_files)),
+        "unreadable": unreadable_counts,
         "width": _range(widths),
         "height": _range(heights),
-        "channels": hide_small(channels),
-        "bits": hide_small(bits),
-        "modalities": hide_small(modalities),
-        "windows": hide_small(windows),
+        "channels": hide_small(channels, minimum, hidden_unreadable),
+        "bits": hide_small(bits, minimum, hidden_unreadable),
+        "modalities": hide_small(modalities, minimum),
+        "windows": hide_small(windows, minimum),
         **_brightness(readable),
         "versions": _versions(),
         "disk_gb": round(shutil.disk_usage(_existing(cache_dir())).free / 1e9, 1),
@@ -405,6 +406,9 @@ def write_preflight(folder: Path, sites: Sequence[SiteFacts], problems: Sequence
     lines.append("")
     lines += _class_table(sites)
     lines.append("")
+    if any(None in facts["classes"].values() for facts in sites):
+        smallest = max(facts["minimum"] for facts in sites)
+        lines += [f"Hidden are counts below {smallest}, and others from which, with the total, they would follow.", ""]
     lines += _image_table(sites)
     write_text(folder / "preflight.md", "\n".join(lines) + "\n")
     sections = preflight_sections(sites, found)
@@ -461,10 +465,10 @@ def _image_table(sites: Sequence[SiteFacts]) -> list[str]:
 
 
 def _count(facts: SiteFacts, name: str) -> str:
-    """Return the number of images of the class `name` at a site as text, or that it is below the minimum."""
+    """Return the number of images of the class `name` at a site as text, or that it is hidden."""
     count = facts["classes"].get(name, 0)
     if count is None:
-        return f"fewer than {facts['minimum']}"
+        return "hidden"
     return str(count)
 
 

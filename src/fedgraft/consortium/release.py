@@ -23,17 +23,17 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import has_one_model
-from fedgraft.client.actions.membership import RARE, membership_of_network
+from fedgraft.client.actions.membership import SPLITS, side_of_network
+from fedgraft.consortium.preflight import MINIMUM
 from fedgraft.consortium.release_rules import ReleaseRules
 from fedgraft.consortium.shadows import shadow_sums, train_shadows
+from fedgraft.consortium.small_counts import hide_small
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Request
 from fedgraft.core.progress import counted
 from fedgraft.core.store import write_text
 from fedgraft.data.federated import FederatedData
 from fedgraft.metrics import membership
-from fedgraft.metrics.membership import COMMON, Attack, Gap
-from fedgraft.metrics.membership import RARE as RARE_GROUP
+from fedgraft.metrics.membership import COMMON, RARE, Attack, Gap
 from fedgraft.metrics.metrics import Metric
 from fedgraft.models.network import VisionNetwork
 from fedgraft.report import html
@@ -44,8 +44,8 @@ from fedgraft.runs.round_log import verify_log
 from fedgraft.runs.saving import protection_label
 from fedgraft.runs.tracking import Progress
 
-SMALLEST_COUNT = 5
-"""Smaller numbers of images are written as "<5"."""
+SMALLEST_COUNT = MINIMUM
+"""Smaller numbers of images are hidden, and with them others from which they would follow."""
 MOST_CLASSES = 20
 """With more classes the page counts a site's images only in all."""
 ALL_SITES = "all sites"
@@ -81,7 +81,7 @@ class SiteAttack:
     site: str
     by_loss: Attack
     before_training: Attack | None
-    """The same attack on the model that the run began with, which saw no image: what differs without training."""
+    """The same attack on the pretrained model with a new head, which saw no image: what differs without training."""
     by_shadows: Attack | None
     rare: Gap
     common: Gap
@@ -145,7 +145,7 @@ def ask_sites(folder: Path, shadows: int, progress: Callable[[], Progress], repo
     is_rare = membership.rare_classes(data.histogram().sum(0))
     names = data.dataset.classes
     rare = tuple(name for name, flag in zip(names, is_rare, strict=True) if flag)
-    before = _sums_by_site(run, run.base(), is_rare)
+    before = _sums_by_site(run, run.untrained(), is_rare)
     delivered = _sums_by_site(run, run.network, is_rare)
     against_shadows: dict[str, Sums] = {}
     if shadows:
@@ -158,25 +158,30 @@ def ask_sites(folder: Path, shadows: int, progress: Callable[[], Progress], repo
 def _sums_by_site(run: Adapted, network: VisionNetwork, is_rare: np.ndarray) -> dict[str, Sums]:
     """Return the sums of `metrics.membership` of a network at each site, by name of the site."""
     by_site: dict[str, Sums] = {}
-    mask = torch.from_numpy(is_rare).to(torch.uint8)
+    context = run.opened.context
+    rare = torch.from_numpy(is_rare)
     clients = range(run.setup.task.data.clients)
     for client in counted("losses of training and test images", clients, unit="sites"):
-        request = Request("release", 0, client, "membership", auxiliary={RARE: mask})
-        sums = membership_of_network(network, run.opened.context, request, SMALLEST_COUNT)
-        by_site[run.setup.client_names[client]] = sums
+        sides = []
+        for split in SPLITS:
+            side = side_of_network(network, context, client, split, rare)
+            sides.append(membership.side_sums(*side, SMALLEST_COUNT))
+        by_site[run.setup.client_names[client]] = membership.join_sides(*sides)
     return by_site
 
 
 def counts_by_site(data: FederatedData) -> list[dict[str, str]]:
-    """Return a row of counts for each site: training images, and by class where these are few; small counts hidden."""
+    """Return a row of counts for each site: training images, and by class where these are few; small ones hidden."""
     rows = []
     sizes = data.sizes_by_client()
     histogram = data.histogram()
     for client, name in enumerate(data.client_names):
         row = {"site": name, "training images": count_text(sizes[client])}
         if data.classes <= MOST_CLASSES:
-            for label, count in zip(data.dataset.classes, histogram[client], strict=True):
-                row[label] = count_text(int(count))
+            counts = dict(zip(data.dataset.classes, map(int, histogram[client]), strict=True))
+            told = hide_small(counts, SMALLEST_COUNT)
+            for label in data.dataset.classes:
+                row[label] = "hidden" if told[label] is None else str(told[label])
         rows.append(row)
     return rows
 
@@ -232,7 +237,7 @@ def attacks_of(answers: Answers) -> tuple[SiteAttack, ...]:
                 membership.attack(delivered),
                 None if before is None else membership.attack(before),
                 None if shadows is None else membership.attack(shadows),
-                membership.gap(delivered, RARE_GROUP),
+                membership.gap(delivered, RARE),
                 membership.gap(delivered, COMMON),
             )
         )
@@ -350,6 +355,8 @@ def _facts(
     summary: Mapping[str, Any], log_text: str, mismatches: Sequence[str], folder: Path, deployed: bool
 ) -> dict[str, str]:
     """Return what the page says of the run as a whole, by name."""
+    from fedgraft.client.policy import from_table, in_words
+    from fedgraft.config.agreement import policy_of_config
     from fedgraft.config.build import build_algorithm
     from fedgraft.config.load import from_folder
 
@@ -370,11 +377,19 @@ def _facts(
             "client with all of its images"
         )
         outside = account.get("not_covered") or []
-        facts["outside of epsilon"] = "; ".join(outside) or "nothing that is known"
+        outside = [*outside, "the figures of this page, which are counts about training images without noise"]
+        facts["outside of epsilon"] = "; ".join(outside)
+    implied = policy_of_config(config, algorithm)
+    facts["rules of the config at every node"] = "; ".join(in_words(implied))
+    if config.policy:
+        facts["the config's own policy"] = "; ".join(in_words(from_table(config.policy, "the config's policy")))
     facts["policies of the owners"] = "a simulation has none"
     if deployed:
-        facts["policies of the owners"] = "each node's own, in force on its machine; its owner sees what left it with "
-        facts["policies of the owners"] += "`fedgraft deploy ledger`"
+        facts["policies of the owners"] = (
+            "each node's own (deploy preflight tells its rules), in force beside the config's: who answered allowed "
+            "this "
+            "config and the action 'membership'; what left a node its owner sees with `fedgraft deploy ledger`"
+        )
     return facts
 
 
@@ -393,10 +408,12 @@ def _metric_rows(summary: Mapping[str, Any]) -> list[dict[str, str]]:
             metric = Metric(**values)
             rows.append({"metric": name, "value": str(metric), "images": str(metric.n)})
     test = summary.get("test") or {}
-    if not rows and "accuracy" in test:
-        rows.append(
-            {"metric": "accuracy", "value": f"{100 * test['accuracy']:.1f} %", "images": str(test.get("count"))}
-        )
+    if not rows and test.get("count"):
+        images = int(test["count"])
+        hits = round(images * test["accuracy"])
+        low, high = membership.wilson(hits, images)
+        accuracy = Metric(hits / images, low, high, images, "%", hits)
+        rows.append({"metric": "accuracy", "value": str(accuracy), "images": str(images)})
     return rows
 
 
@@ -421,8 +438,8 @@ def _notes(answers: Answers, summary: Mapping[str, Any]) -> tuple[str, ...]:
     notes = [
         "The attacker has the model and an image with its label, and asks whether the image was trained on. An area of "
         "0.5 is guessing. Members are a site's training images, outsiders its own test images.",
-        "The attack on the model before training shows how far the two sets differ by themselves; a site whose areas "
-        "before and after are alike gives nothing away by training.",
+        "Before training is the pretrained model with a new head, which saw no image of the run: its area shows how "
+        "far the two sets differ by themselves. Where areas before and after are alike, training gave nothing away.",
         "A rule is open where the 95 % interval contains its threshold: more images would be needed to say.",
     ]
     if answers.shadow_models:

@@ -23,7 +23,7 @@ from fedgraft.config.load import Config, to_toml
 from fedgraft.core.device import fetch
 from fedgraft.core.label_sets import image_losses
 from fedgraft.core.protocols import Examples
-from fedgraft.core.rng import numpy_stream
+from fedgraft.core.rng import numpy_stream, torch_stream
 from fedgraft.data.federated import FederatedData
 from fedgraft.metrics import membership
 from fedgraft.metrics.evaluate import logits_of
@@ -102,7 +102,8 @@ def _opened(config: Config, data: FederatedData, folder: Path, identity: str) ->
 def shadow_sums(target: Adapted, shadows: list[Shadow], rare: Tensor, smallest: int) -> dict[int, Mapping[str, Tensor]]:
     """Return the sums of `metrics.membership` of the scores against the shadows, by client.
 
-    A member's score is made with the shadows that did not see it, a test image's with as many: half of them.
+    A member's score is made with the shadows that did not see it: one of each pair. No shadow saw a test image, and one
+    of each pair is drawn for it, so that both kinds of images are compared with the same models.
     """
     by_client: dict[int, Mapping[str, Tensor]] = {}
     data = target.setup.task.data
@@ -111,17 +112,25 @@ def shadow_sums(target: Adapted, shadows: list[Shadow], rare: Tensor, smallest: 
         left_out = torch.tensor([[int(row) not in shadow.trained for shadow in shadows] for row in rows.tolist()])
         members = _scores(target, shadows, rows, left_out.reshape(len(rows), len(shadows)), of_tests=False)
         test_rows = data.test_rows(client)
-        every_other = torch.arange(len(shadows)) % 2 == 0
-        outsiders = _scores(target, shadows, test_rows, every_other.expand(len(test_rows), -1), of_tests=True)
+        drawn = drawn_for_tests(target.setup.config.seed, client, len(test_rows), len(shadows))
+        outsiders = _scores(target, shadows, test_rows, drawn, of_tests=True)
         spread = _spread(members[1], outsiders[1])
         sides = []
-        for (loss, out_losses, labels, right), counted in ((members, left_out), (outsiders, every_other)):
-            mean = _mean_over(out_losses, counted.expand_as(out_losses))
+        for (loss, out_losses, labels, right), counted in ((members, left_out), (outsiders, drawn)):
+            mean = _mean_over(out_losses, counted.reshape(out_losses.shape))
             score = membership.shadow_score(loss, mean, spread)
             bins = membership.bins_of(score, -WIDEST_SCORE, WIDEST_SCORE)
-            sides.append((bins, right, membership.is_of_rare_class(labels, rare)))
-        by_client[client] = membership.histogram_sums(sides[0], sides[1], smallest)
+            is_rare = membership.is_of_rare_class(labels, rare)
+            sides.append(membership.side_sums(bins, right, is_rare, smallest))
+        by_client[client] = membership.join_sides(*sides)
     return by_client
+
+
+def drawn_for_tests(seed: int, client: int, images: int, shadows: int) -> Tensor:
+    """Return which shadows each test image is compared with, bool (images, shadows): one of each pair, at random."""
+    seconds = torch.randint(0, 2, (images, (shadows + 1) // 2), generator=torch_stream(seed, "shadow tests", client))
+    number = torch.arange(shadows)
+    return seconds[:, number // 2] == number % 2
 
 
 def _scores(

@@ -84,6 +84,12 @@ def _at_site(facts: SiteFacts, size: int | None) -> Iterator[Finding]:
             return f"{known} images"
         return f"fewer than {minimum} images"
 
+    def some_text(*counts: int | None) -> str:
+        """Return the sum of these counts of a table whose small ones hide others; "some images" if one is hidden."""
+        if None in counts:
+            return "some images"
+        return count_text(*counts)
+
     for reason, count in facts["unreadable"].items():
         yield Finding("unreadable", site, f"{count_text(count)} cannot be read: {reason}", True)
     if len(classes) == 1:
@@ -94,10 +100,10 @@ def _at_site(facts: SiteFacts, size: int | None) -> Iterator[Finding]:
     deep = [count for bits, count in facts["bits"].items() if int(bits) > 8]
     if deep and not facts["modalities"]:  # scans say themselves how their values are seen
         text = "have more than 8 bits and are clipped at 255 without a wider data.grey_window such as [0, 65535]"
-        yield Finding("deep", site, f"{count_text(*deep)} {text}")
+        yield Finding("deep", site, f"{some_text(*deep)} {text}")
     if "none" in facts["windows"] and facts["modalities"] and len(deep) > 0:
         text = "say no window, and all values their bits can have are shown; data.grey_window says a narrower one"
-        yield Finding("no_window", site, f"{count_text(facts['windows']['none'])} {text}")
+        yield Finding("no_window", site, f"{some_text(facts['windows']['none'])} {text}")
     if len(facts["modalities"]) > 1:
         yield Finding("modalities", site, f"its images are of several modalities: {', '.join(facts['modalities'])}")
     if size and facts["width"]:
@@ -107,7 +113,8 @@ def _at_site(facts: SiteFacts, size: int | None) -> Iterator[Finding]:
             yield Finding("small_images", site, f"some have {width} x {height} pixels, and the network sees {size}")
     rare = [name for name, count in classes.items() if count is None]
     if rare:
-        yield Finding("rare_class", site, f"fewer than {minimum} images of: {', '.join(rare)}")
+        least = f"fewer than {minimum} images" if len(rare) == 1 else f"fewer than {minimum} images of at least one"
+        yield Finding("rare_class", site, f"{least} of: {', '.join(rare)}")
     if not facts["test_images"]:
         yield Finding("no_test_images", site, "there are no images to test on")
     if facts["disk_gb"] < 2:

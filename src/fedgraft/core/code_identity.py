@@ -152,7 +152,8 @@ class _Walk:
         if isinstance(value, types.CodeType):
             return self._code(value)
         if isinstance(value, types.ModuleType):
-            return ["module", value.__name__, str(getattr(value, "__version__", ""))]
+            # Not by getattr: torch.classes makes up an attribute of any name, which cannot be shown.
+            return ["module", value.__name__, str(vars(value).get("__version__", ""))]
         # Constants that are equal may or may not be one object, depending on how Python loaded the file.
         if type(value) is tuple:
             return ["tuple", *map(self.identity, value)]

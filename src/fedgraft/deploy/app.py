@@ -37,6 +37,8 @@ clientapp = "fedgraft_app.client:app"
 [tool.flwr.app.config]
 config = {config}
 folder = {folder}
+release = ""
+rare = ""
 server-data = ""
 server-source = ""
 federation = ""

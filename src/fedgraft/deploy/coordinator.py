@@ -253,6 +253,8 @@ def submit_run(
     """
     from fedgraft.config.load import to_toml
 
+    if not task_settings:
+        check_config(federation.config)
     settings = {"config": to_toml(federation.config), "folder": str(folder), "federation": str(federation.path)}
     settings.update(task_settings)
     if server_data is not None:
@@ -271,6 +273,16 @@ def submit_run(
         run = control.start(settings)
     federation.record_run(run, folder)
     return run
+
+
+def check_config(config: Config) -> None:
+    """Raise for a config that every node would refuse, because its parts do not go together or privacy is not covered.
+
+    Without it the run would wait for nodes until its time is over.
+    """
+    from fedgraft.config.build import build_algorithm
+
+    build_algorithm(config)
 
 
 def _check_can_submit(federation: FederationFolder, control: Control) -> None:

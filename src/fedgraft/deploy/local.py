@@ -18,6 +18,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.deploy.control import RunState
 from fedgraft.deploy.coordinator import (
     check_completed,
+    check_config,
     connect_control,
     run_state,
     start_server,
@@ -115,6 +116,7 @@ def run_local_federation(
     """
     from fedgraft.runs.folder import RunFolder
 
+    check_config(config)
     echo(f"starting a server and {config.partition.clients} nodes on this machine")
     with local_federation(config) as local:
         local.wait_for_nodes()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def _report_facts(
     agree = agreement(private)
     tags = {}
     for peer, public in _peer_keys(keys, config, worker_request.client, identity).items():
-        tags[str(peer)] = _tags(digests, agree(public, context(ACTION, config.digest)))
+        tags[str(peer)] = _tags(digests, agree(public, context(ACTION, config.digest)), facts["images"])
     return {"facts": facts, "tags": tags}
 
 
@@ -182,9 +183,14 @@ def _parse_keys(keys: str) -> dict[int, bytes]:
     return signed_keys
 
 
-def _tags(digests: Sequence[bytes], key: bytes) -> list[str]:
-    """Return keyed hashes of image digests, sorted, so that their order discloses nothing."""
-    tags = [hashlib.blake2b(digest, digest_size=_TAG_DIGITS // 2, key=key).hexdigest() for digest in digests]
+def _tags(digests: Sequence[bytes], key: bytes, images: int) -> list[str]:
+    """Return keyed hashes of image digests, as many as images, sorted, so that their order discloses nothing.
+
+    Copies have one digest. Random tags stand in for them, so that their number does not tell how many there are.
+    """
+    size = _TAG_DIGITS // 2
+    tags = [hashlib.blake2b(digest, digest_size=size, key=key).hexdigest() for digest in digests]
+    tags += [secrets.token_hex(size) for _ in range(images - len(tags))]
     return sorted(tags)
 
 

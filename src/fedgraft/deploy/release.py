@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from fedgraft.client.actions import action_named
-from fedgraft.client.actions.membership import RARE
-from fedgraft.config.load import Config
+from fedgraft.client.actions.membership import RARE, SPLITS
+from fedgraft.config.load import Config, from_folder
 from fedgraft.consortium.release import ALL_SITES, Answers, Sums, count_text
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request
 from fedgraft.core.store import write_text
 from fedgraft.deploy.evaluate import open_foreign_model
-from fedgraft.metrics.membership import implausible_membership, membership_layouts
+from fedgraft.metrics.membership import implausible_side, join_sides, side_layouts
 from fedgraft.runs.predict import predictor
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import expect_responses
@@ -34,6 +34,21 @@ from fedgraft.server.validate import Field, validate_responses
 ACTION = "membership"
 RESULT_FILE = "membership.json"
 """The file with the nodes' sums, in the folder of a release."""
+
+
+def require_same_division(config: Config, run: Path) -> None:
+    """Raise unless nodes divide their images under the federation's config as they did in the run.
+
+    Images that the run trained on would count as held out otherwise, and the attack would look weaker than it is.
+    """
+    trained = from_folder(run)
+    if (trained.seed, trained.data, trained.partition) != (config.seed, config.data, config.partition):
+        raise FedgraftError(
+            "E-DEPLOY-RELEASE-DIVISION",
+            f"{run} was not trained on the images that nodes train on under the federation's config",
+            "release a run of this federation: seed, [data] and [partition] must be the same",
+            path=str(run),
+        )
 
 
 def ask_nodes(config: Config, folder: Path, engine: Any, model: str, rare: Sequence[str] = ()) -> dict[str, Any]:
@@ -59,21 +74,32 @@ def ask_nodes(config: Config, folder: Path, engine: Any, model: str, rare: Seque
     if setup.algorithm.privacy.collects_sum:
         asking = SecureSums(engine.exchange, setup.federation.run, clients, setup.task.network, setup.algorithm.privacy)
         asking.sums_requested = int(time.time()) % 2**31
-        result["clients"]["all"] = _plain(asking.ask(action_named(ACTION), state.vector, {}, None, **{RARE: mask}))
+        hidden = []
+        for split in SPLITS:
+            hidden.append(asking.ask(action_named(ACTION), state.vector, {"split": split}, None, **{RARE: mask}))
+        result["clients"]["all"] = _plain(join_sides(*hidden))
         result["refused"] = {str(client): reason for client, reason in asking.lost.items()}
     else:
-        requests = []
-        for client in clients:
-            space = opened.space.digest
-            requests.append(Request(setup.federation.run, 0, client, ACTION, space, state.vector, {RARE: mask}, {}))
-        fields = {name: Field(part.shape, torch.float64, part.limit) for name, part in membership_layouts().items()}
-        expected = expect_responses(
-            requests, ExampleCounts(), sums=fields, check=lambda response: implausible_membership(response.sums)
-        )
-        accepted, rejections = validate_responses(engine.exchange(requests), expected)
-        for item in accepted:
-            result["clients"][str(item.response.client)] = _plain(item.response.sums)
-        result["refused"] = {str(rejection.client): rejection.reason for rejection in rejections}
+        sides: dict[int, list[Mapping[str, Tensor]]] = {client: [] for client in clients}
+        fields = {name: Field(part.shape, torch.float64, part.limit) for name, part in side_layouts().items()}
+        for split in SPLITS:
+            requests = []
+            for client in clients:
+                words = {"split": split}
+                space = opened.space.digest
+                requests.append(
+                    Request(setup.federation.run, 0, client, ACTION, space, state.vector, {RARE: mask}, words)
+                )
+            expected = expect_responses(
+                requests, ExampleCounts(), sums=fields, check=lambda response: implausible_side(response.sums)
+            )
+            accepted, rejections = validate_responses(engine.exchange(requests), expected)
+            for item in accepted:
+                sides[item.response.client].append(item.response.sums)
+            result["refused"] |= {str(rejection.client): rejection.reason for rejection in rejections}
+        for client, both in sides.items():
+            if len(both) == len(SPLITS):
+                result["clients"][str(client)] = _plain(join_sides(*both))
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / RESULT_FILE, json.dumps(result) + "\n")
     return result

@@ -68,14 +68,10 @@ class Gap:
         return asdict(self)
 
 
-def membership_layouts() -> dict[str, SumLayout]:
-    """Return the layout of one client's sums: histograms and right answers of members and outsiders, by group."""
+def side_layouts() -> dict[str, SumLayout]:
+    """Return the layout of one client's sums about one side: histogram and right answers, by group."""
     images = 2.0**24
-    return {
-        "members": SumLayout((2, BINS), images, 1.0),
-        "outsiders": SumLayout((2, BINS), images, 1.0),
-        "right": SumLayout((2, 2), images, 1.0),  # members, outsiders; by group
-    }
+    return {"losses": SumLayout((2, BINS), images, 1.0), "right": SumLayout((2,), images, 1.0)}
 
 
 def rare_classes(counts: Array) -> Array:
@@ -113,39 +109,46 @@ def right_answers(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.argmax(1) == labels
 
 
-def histogram_sums(
-    members: tuple[Tensor, Tensor, Tensor], outsiders: tuple[Tensor, Tensor, Tensor], smallest: int
-) -> dict[str, Tensor]:
-    """Return the sums of one site by name, float64.
+def side_sums(bins: Tensor, right: Tensor, is_rare: Tensor, smallest: int) -> dict[str, Tensor]:
+    """Return the sums of one site about one side, members or outsiders, by name, float64.
 
-    `members` and `outsiders` are each the bins (n,), the right answers (n,) and whether the image is of a rare class
-    (n,). A group with fewer than `smallest` images on one side is left out on that side.
+    `bins` (n,) are the bins of the images' losses, `right` (n,) whether the answers are right, `is_rare` (n,) whether
+    the image is of a rare class. A group with fewer than `smallest` images is left out.
     """
-    sums = {name: torch.zeros(layout.shape, dtype=torch.float64) for name, layout in membership_layouts().items()}
-    for side, (name, (bins, right, is_rare)) in enumerate((("members", members), ("outsiders", outsiders))):
-        for group, chosen in ((COMMON, ~is_rare), (RARE, is_rare)):
-            if int(chosen.sum()) < smallest:
-                continue
-            sums[name][group] = torch.bincount(bins[chosen], minlength=BINS).double()
-            sums["right"][side, group] = float(right[chosen].sum())
+    sums = {name: torch.zeros(layout.shape, dtype=torch.float64) for name, layout in side_layouts().items()}
+    for group, chosen in ((COMMON, ~is_rare), (RARE, is_rare)):
+        if int(chosen.sum()) < smallest:
+            continue
+        sums["losses"][group] = torch.bincount(bins[chosen], minlength=BINS).double()
+        sums["right"][group] = float(right[chosen].sum())
     return sums
 
 
-def implausible_membership(sums: Mapping[str, Tensor]) -> str:
-    """Return what cannot be true of a client's sums; "" if nothing."""
-    for side, name in enumerate(("members", "outsiders")):
-        histogram = sums[name]
-        if bool((histogram < 0).any()) or bool((histogram != histogram.round()).any()):
-            return f"its histogram of {name} has counts that are no numbers of images"
-        right = sums["right"][side]
-        if bool((right < 0).any()) or bool((right > histogram.sum(1)).any()):
-            return f"it is right about more {name} than there are"
+def join_sides(members: Mapping[str, Tensor], outsiders: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sums of both sides: the histograms "members" and "outsiders" (2, BINS), and "right" (side, group)."""
+    return {
+        "members": members["losses"],
+        "outsiders": outsiders["losses"],
+        "right": torch.stack([members["right"], outsiders["right"]]),
+    }
+
+
+def implausible_side(sums: Mapping[str, Tensor]) -> str:
+    """Return what cannot be true of a client's sums about one side; "" if nothing."""
+    histogram = sums["losses"]
+    right = sums["right"]
+    for counts in (histogram, right):
+        if bool((counts < 0).any()) or bool((counts != counts.round()).any()):
+            return "it has counts that are no numbers of images"
+    if bool((right > histogram.sum(1)).any()):
+        return "it is right about more images than there are"
     return ""
 
 
 def merge_membership(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the sums over several sites."""
-    total = {name: torch.zeros(layout.shape, dtype=torch.float64) for name, layout in membership_layouts().items()}
+    """Return the sums of `join_sides` over several sites."""
+    shapes = {"members": (2, BINS), "outsiders": (2, BINS), "right": (2, 2)}
+    total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     for part in parts:
         for name in total:
             total[name] += part[name]
@@ -182,8 +185,8 @@ def newcombe(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, fl
     """
     p = first[0] / first[1]
     q = second[0] / second[1]
-    low_p, high_p = _wilson(*first)
-    low_q, high_q = _wilson(*second)
+    low_p, high_p = wilson(*first)
+    low_q, high_q = wilson(*second)
     below = np.sqrt((p - low_p) ** 2 + (high_q - q) ** 2)
     above = np.sqrt((high_p - p) ** 2 + (q - low_q) ** 2)
     return float(p - q - below), float(p - q + above)
@@ -197,7 +200,8 @@ def shadow_score(target: Tensor, out_mean: Tensor, out_deviation: float) -> Tens
     return (target - out_mean) / max(out_deviation, 1e-6)
 
 
-def _wilson(hits: int, n: int) -> tuple[float, float]:
+def wilson(hits: int, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of `n`: Wilson's."""
     low, high = intervals.wilson(np.asarray(float(hits)), np.asarray(float(n)))
     return float(low), float(high)
 
@@ -205,7 +209,7 @@ def _wilson(hits: int, n: int) -> tuple[float, float]:
 def _share(hits: int, n: int) -> Metric | None:
     if not n:
         return None
-    low, high = _wilson(hits, n)
+    low, high = wilson(hits, n)
     return Metric(hits / n, low, high, n, "%", hits)
 
 

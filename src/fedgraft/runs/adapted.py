@@ -52,12 +52,15 @@ class Adapted:
 
     def base(self) -> VisionNetwork:
         """Return a new network as the run began with it: its backbone, and the head that the run started from."""
-        if self.make_network is None:
-            network = build_network(self.setup.config, self.setup.task.data.dataset)
-        else:
-            network = self.make_network()
+        network = self.untrained()
         install(network, self.opened.head)
         return network
+
+    def untrained(self) -> VisionNetwork:
+        """Return a new network that saw no image of the run: without the head that was made from them before."""
+        if self.make_network is None:
+            return build_network(self.setup.config, self.setup.task.data.dataset)
+        return self.make_network()
 
     def plain(self) -> VisionNetwork:
         """Return a copy of the adapted network with low-rank factors merged into the weights."""

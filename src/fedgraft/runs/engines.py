@@ -51,6 +51,7 @@ class Engines:
         self.setup = setup
         self.remote = remote
         self._pools: WeakSet[Pool] = WeakSet()
+        self._sums: list[Sums] = []
 
     def preparing(self, context: ClientContext) -> AnyEngine:
         """Return the engine for requests before the first round: the remote one, or a new one here, never batched."""
@@ -133,14 +134,19 @@ class Engines:
     def sums(self, context: ClientContext, clients: Sequence[int] | None = None) -> Sums:
         """Return the `Sums` that requests sums from these clients (None: all founders) before the first round.
 
-        It uses secure aggregation where the run does.
+        It uses secure aggregation where the run does. Who was lost in an earlier hidden sum is not asked again: the
+        others' ledgers refuse a sum about the same rows that is over more clients.
         """
         setup = self.setup
         if clients is None:
             clients = setup.federation.founders
+        if setup.algorithm.privacy.collects_sum:
+            lost = {client for sums in self._sums for client in sums.lost}
+            clients = [client for client in clients if client not in lost]
         exchange = self.preparing(context).exchange
         sums = Sums(exchange, setup.federation.run, clients, setup.task.network, setup.algorithm.privacy)
         sums.example_counts = ExampleCounts(setup.task.data.sizes_by_client(), dealt=setup.task.data.rows_known)
+        self._sums.append(sums)
         return sums
 
     def presence(self) -> list[str]:

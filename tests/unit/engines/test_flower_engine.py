@@ -630,6 +630,39 @@ def test_a_claimed_client_number_must_be_that_of_the_nodes_key(bound: bool) -> N
         assert registry.nodes == {0: 3}
 
 
+class Refusing:
+    """A transport to nodes that refuse their greeting with these reasons."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        self.reasons = dict(enumerate(reasons))
+
+    def present(self) -> set[int]:
+        return set(self.reasons)
+
+    def greet(self, nodes: Sequence[int]) -> dict[str, int]:
+        return {str(node): node for node in nodes}
+
+    def greetings(self, questions: Sequence[str]) -> dict[str, tuple[int, dict[str, Any], str]]:
+        return {question: (int(question), {}, self.reasons[int(question)]) for question in questions}
+
+
+@pytest.mark.parametrize(
+    ("reasons", "waits"),
+    [
+        (["E-CONFIG-DP-NOT-COVERED; its log says more"] * 3, False),
+        (["E-CONFIG-DP-NOT-COVERED; its log says more", ""], True),  # the third may still come
+        (["refused by the rule 'config': it is another config"] * 3, True),  # the owner may agree to it meanwhile
+    ],
+)
+def test_nobody_waits_for_nodes_that_cannot_work_on_the_config(reasons: list[str], waits: bool) -> None:
+    clock = Clock()
+    registry = NodeRegistry(Refusing(reasons), 3, clock)  # type: ignore[arg-type]
+    began = clock()
+    with raises("E-ENGINES-TOO-FEW-NODES"):
+        registry.gather(2, 300.0, clock, clock.sleep)
+    assert (clock() - began >= 300.0) == waits
+
+
 def test_too_few_nodes_at_the_start_is_one_sentence() -> None:
     toy = Toy(algorithm("fedavg"))
     clock = Clock()

@@ -73,13 +73,13 @@ class Direct:
     def limit_responses(self, most: int) -> None:
         self.limit = most
 
+    def present_clients(self) -> list[int]:
+        return list(range(len(self.nodes)))
+
     def gather(self) -> None:
         for k, request in enumerate(self.requests):
             found = self.nodes[k].carry_out(request).facts
             self.registry.facts[k] = {"classes": (), "examples": 0, "data": "", **found}
-
-    def present_clients(self) -> list[int]:
-        return list(range(len(self.nodes)))
 
     def open(self, run: str, tensors: Any) -> None:
         self.opened = pack(Request(run, -1, 0, "open", auxiliary=tensors))

@@ -20,6 +20,7 @@ from fedgraft.consortium.preflight import run_preflight
 from fedgraft.consortium.site_faults import findings
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.sources.class_map import similar_names
+from fedgraft.deploy import preflight as preflight_of_nodes
 
 STREAM = np.random.default_rng(5)
 
@@ -160,10 +161,12 @@ def test_small_counts_and_single_images_stay_hidden(data: Path, tmp_path: Path) 
     keep(data / "south/test/melanoma", 1)
     facts, reported = run_preflight(config(data))
     assert {f["site"]: f["classes"]["melanoma"] for f in facts} == {"east": 13, "north": 13, "south": None}
+    assert facts[2]["classes"]["benign"] is None  # it and the total would tell the other
     page = module.write_preflight(tmp_path / "out", facts, reported).read_text()
     facts_of_site, digests = module.site_facts("a", *_one(data))
     assert (
-        "fewer than 5" in page
+        "counts below 5" in (tmp_path / "out" / "preflight.md").read_text()
+        and "hidden" in page
         and len(digests) == facts_of_site["images"]
         and digests[0].hex() not in json.dumps(facts_of_site)
     )
@@ -172,11 +175,41 @@ def test_small_counts_and_single_images_stay_hidden(data: Path, tmp_path: Path) 
     assert facts_of_site["faults"] == {"duplicates": None}  # one image is about one person
 
 
+def test_hidden_counts_do_not_follow_from_the_others(data: Path, tmp_path: Path) -> None:
+    """With the total, one hidden class, one kind of channels or one unreadable file would be what is left."""
+    keep(data / TRAIN, 2)
+    keep(data / "south/test/melanoma", 1)
+    (data / TRAIN / "broken.png").write_bytes(b"no image")
+    dataset, rows = _one(data, 2)
+    facts, digests = module.site_facts("a", dataset, rows)  # type: ignore[arg-type]
+    for table in ("classes", "channels", "bits"):
+        counts = list(facts[table].values())
+        left = facts["images"] - sum(count or 0 for count in counts)
+        assert None in counts and left >= facts["minimum"], table
+    assert facts["unreadable"] and set(facts["unreadable"].values()) == {None}
+    shutil.copy(data / TRAIN / "0.png", data / TRAIN / "copy.png")
+    dataset, rows = _one(data, 2)
+    facts, digests = module.site_facts("a", dataset, rows)  # type: ignore[arg-type]
+    tags = preflight_of_nodes._tags(digests, b"key", facts["images"])
+    assert len(digests) < len(set(tags)) == facts["images"]
+    assert set(preflight_of_nodes._tags(digests, b"key", len(digests))) <= set(tags)
+
+
 def _one(data: Path, site: int = 0) -> tuple[object, list[np.ndarray]]:
     from fedgraft.config.federate import open_data
 
     dataset = open_data(config(data))
     return dataset, module.rows_by_site(dataset)[1][site]
+
+
+def test_a_class_that_one_site_alone_has_is_named(data: Path) -> None:
+    """A secure sum does not hide what this site adds to the class, so its owner is told before the run."""
+    assert "lone_class" not in {finding.kind for finding in run_preflight(config(data))[1]}
+    for part in ("train", "test"):
+        shutil.copytree(data / "south" / part / "benign", data / "south" / part / "lentigo")
+    _, reported = run_preflight(config(data))
+    (finding,) = [finding for finding in reported if finding.kind == "lone_class"]
+    assert finding.site == "south" and "lentigo" in finding.text
 
 
 def test_a_map_settles_slips_and_a_run_refuses_them_without_one(data: Path, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ log = logging.getLogger("fedgraft")
 _SILENT_PAUSE = 60.0  # seconds until a silent node is greeted again; then twice as many
 _REFUSED_PAUSE = 60.0  # seconds until a refused node is greeted again
 _FAILED_PAUSE = 5.0  # seconds until a node that failed at the greeting is greeted again
+_OF_CONFIG = "E-CONFIG-"
+"""How the code begins that a node gives where the config cannot be worked on."""
 _ANSWER = 300.0  # seconds that a connected node has to answer a greeting: it starts its worker and reads its data
 MOST_CLASSES = 50_000
 MOST_IMAGES = 1 << 40
@@ -200,11 +202,15 @@ class NodeRegistry:
     def gather(self, least: int, patience: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         """Wait until every client has a node; after `patience` seconds `least` of them are enough.
 
-        Nodes that are connected by then get the time to answer their greeting.
+        Nodes that are connected by then get the time to answer their greeting. Where so many cannot work on the config
+        that `least` are out of reach, nothing is waited for.
         """
-        end = clock() + patience
+        began = clock()
+        end = began + patience
         self.refresh()
         while len(self.nodes) < self.clients:
+            if self.clients - self._refused_for_good() < max(1, least):
+                break
             grace = 0.0
             if self._questions:
                 grace = _ANSWER
@@ -215,9 +221,10 @@ class NodeRegistry:
         needed = max(1, least)
         if len(self.nodes) < needed:
             refusals = "".join(f"; node {node} was refused: {reason}" for node, reason in self.refused.items())
+            waited = min(clock() - began, patience)
             raise FedgraftError(
                 "E-ENGINES-TOO-FEW-NODES",
-                f"after {patience:g} s only {len(self.nodes)} of {self.clients} clients have a node and at least "
+                f"after {waited:.0f} s only {len(self.nodes)} of {self.clients} clients have a node and at least "
                 f"{needed} are needed{refusals}",
                 "start the others and resume",
                 nodes=len(self.nodes),
@@ -226,6 +233,10 @@ class NodeRegistry:
         missing = [client for client in range(self.clients) if client not in self.nodes]
         if missing:
             log.warning("the run starts without the nodes of clients %s; they may join later", missing)
+
+    def _refused_for_good(self) -> int:
+        """Return how many nodes cannot work on the config itself, which no owner and no time will change."""
+        return sum(reason.startswith(_OF_CONFIG) for reason in self.refused.values())
 
 
 def _plausible(facts: NodeFacts) -> bool:
