@@ -10,8 +10,11 @@ def main() -> None:
     """Start the command line. Looking for garbage less often spares a quarter of the time that imports take."""
     gc.set_threshold(20_000)
     from fedgraft.cli import main as cli
+    from fedgraft.cli.help import without_tools
 
-    cli.keep_only(sys.argv[1] if len(sys.argv) > 1 else "")
+    words = without_tools(sys.argv[1:])
+    if words and words[0] != "tools":  # which lists all of them
+        cli.keep_only(words[0])
     cli.main()
 
 

@@ -465,9 +465,9 @@ OF_CLASSES = ("fedlc", "moon", "feddisco", "fedncm", "fedcof", "fedlda")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(fg.algorithms.ALGORITHMS))
 def test_every_algorithm_trains_on_findings_to_the_same_bytes_or_refuses_them(name: str) -> None:
-    options = {"fedalign": {"probe": 150}}.get(name, {})
+    options = {"fedalign": {"probe": 150}, "fedshibu_probe": {"probe": 16}}.get(name, {})
     algorithm = fg.algorithms.ALGORITHMS[name](**options)
-    images = 2100 if name == "fedalign" else 90  # its probe needs validation images
+    images = {"fedalign": 2100, "fedshibu_probe": 240}.get(name, 90)  # their probes need validation images
     clients = 1 if name == "central" else 3
     if name in OF_CLASSES:
         with raises("E-RUN-LABEL-SETS"):

@@ -12,12 +12,19 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Run": ("run", "resume", "watch", "centralized"),
-    "Inspect": ("list", "show", "compare", "verify", "profile", "selftest"),
-    "Use the model": ("predict", "evaluate", "export", "edit"),
-    "Plan": ("advise", "find-lr", "sweep", "attack", "partition", "options", "algorithms", "presets"),
-    "Several owners": ("preflight", "worth", "unlearn", "release", "deploy"),
+    "Run": ("run", "resume"),
+    "Look": ("studio", "list", "show", "compare"),
+    "Use the model": ("predict", "evaluate", "export"),
+    "Several machines": ("deploy",),
+    "More": ("options", "tools"),
 }
+TOOLS: Mapping[str, tuple[str, ...]] = {
+    "Plan": ("presets", "algorithms", "partition", "preflight", "advise", "find-lr", "sweep", "attack"),
+    "Train otherwise": ("centralized", "edit", "unlearn"),
+    "Judge a run": ("verify", "worth", "release"),
+    "Machine": ("profile", "selftest", "watch"),
+}
+"""Commands that `fedgraft tools` lists; each is called with or without the word `tools` before it."""
 DEPLOY: Mapping[str, tuple[str, ...]] = {
     "Rehearse": ("local",),
     "Coordinator": ("init", "register", "server", "preflight", "submit", "status", "stop"),
@@ -29,7 +36,8 @@ DEPLOY: Mapping[str, tuple[str, ...]] = {
 
 EXAMPLES: Mapping[str, str] = {
     "run": "fedgraft run mine.toml algorithm.name=scaffold rounds.total=20",
-    "resume": "fedgraft resume runs/mine-1a2b3c4d",
+    "resume": "fedgraft resume runs/mine-1a2b3c4d --rounds 40",
+    "studio": "fedgraft studio runs --open",
     "watch": "fedgraft watch runs/mine-1a2b3c4d",
     "centralized": "fedgraft centralized mine.toml centralized.kind=finetune",
     "list": "fedgraft list --json",
@@ -47,6 +55,7 @@ EXAMPLES: Mapping[str, str] = {
     "attack": "fedgraft attack mine.toml --attacks sign_flip,alie --rules mean,median",
     "partition": "fedgraft partition mine.toml partition.alpha=0.1 -o clients.png",
     "options": "fedgraft options | grep privacy",
+    "tools": "fedgraft tools",
     "algorithms": "fedgraft algorithms",
     "presets": "fedgraft presets demo > mine.toml",
     "preflight": "fedgraft preflight mine.toml",
@@ -140,6 +149,7 @@ class Group(TyperGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command; for a mistyped one fail with a suggestion."""
+        args = without_tools(args)
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             ctx.fail(f"there is no command {args[0]!r}; {self._suggestion(ctx, args[0])}")
         return super().resolve_command(ctx, args)
@@ -163,10 +173,34 @@ class Group(TyperGroup):
         groups = DEPLOY
         if ctx.parent is None:
             groups = GROUPS
+            for name in (name for names in TOOLS.values() for name in names):
+                descriptions.pop(name, None)
         for title, names in groups.items():
             rows = [(name, descriptions.pop(name)) for name in names if name in descriptions]
             _write_section(formatter, title, rows)
         _write_section(formatter, "Commands", list(descriptions.items()))
+
+
+def without_tools(args: list[str]) -> list[str]:
+    """Return the words of a command line without a first `tools` that has a command after it."""
+    if len(args) > 1 and args[0] == "tools" and not args[1].startswith("-"):
+        return args[1:]
+    return args
+
+
+def list_tools(group: click.Group, ctx: click.Context) -> str:
+    """Return the text of `fedgraft tools`: the commands of `TOOLS` by purpose."""
+    formatter = ctx.make_formatter()
+    for title, names in TOOLS.items():
+        rows = []
+        for name in names:
+            command = group.get_command(ctx, name)
+            if command is not None:
+                rows.append((name, command.get_short_help_str(200)))
+        _write_section(formatter, title, rows)
+    formatter.write_paragraph()
+    formatter.write_text("`fedgraft COMMAND --help` explains one.")
+    return formatter.getvalue().rstrip()
 
 
 def _write_section(formatter: click.HelpFormatter, title: str, rows: list[tuple[str, str]]) -> None:

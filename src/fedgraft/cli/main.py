@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import click
 import typer
 
 from fedgraft.cli import advise as cli_advise
@@ -248,6 +249,14 @@ def options(
         typer.echo(line)
     if not every:
         typer.echo("\n`fedgraft options --all` lists all options.")
+
+
+@app.command()
+def tools(context: typer.Context) -> None:
+    """List the other commands: planning, sweeps, baselines, edits, audits."""
+    above = context.parent
+    if above is not None and isinstance(above.command, click.Group):
+        typer.echo(cli_help.list_tools(above.command, above))
 
 
 app.command()(cli_advise.advise)

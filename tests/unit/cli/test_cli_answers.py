@@ -106,8 +106,21 @@ def test_every_help_has_an_example_and_says_what_arguments_mean(words: tuple[str
 
 def test_every_example_is_of_a_command_and_every_command_has_a_group() -> None:
     assert set(cli_help.EXAMPLES) == {" ".join(words) for words in ALL}
-    grouped = {name for names in cli_help.GROUPS.values() for name in names}
-    assert {words[0] for words in ALL} <= grouped
+    grouped = [name for groups in (cli_help.GROUPS, cli_help.TOOLS) for names in groups.values() for name in names]
+    assert {words[0] for words in ALL} == set(grouped) and len(grouped) == len(set(grouped))
+
+
+def test_help_shows_a_dozen_commands_and_tools_the_rest(ask: Ask) -> None:
+    first = ask("--help")[1]
+    rest = ask("tools")[1]
+    for name in (name for names in cli_help.GROUPS.values() for name in names):
+        assert re.search(rf"^  {name} ", first, re.MULTILINE), name
+    for name in (name for names in cli_help.TOOLS.values() for name in names):
+        assert re.search(rf"^  {name} ", rest, re.MULTILINE), name
+        assert not re.search(rf"^  {name} ", first, re.MULTILINE), name
+    assert len(re.findall(r"^  [a-z-]+  ", first, re.MULTILINE)) <= 14
+    assert ask("tools", "algorithms") == ask("algorithms")
+    assert ask("tools", "nothing")[0] == 2
 
 
 def test_tab_completes_commands(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
