@@ -121,7 +121,10 @@ class PrivacyTable(Section):
     threshold: int | None = Field(None, ge=2, description="secure: shares needed to undo a lost client's masks")
     degree: int | None = Field(None, ge=2, description="secure: others that hold a client's shares, in large cohorts")
     smallest_group: int = Field(
-        5, ge=1, description="secure: fewest images of a class at a client that its sums of scores are about"
+        5,
+        ge=1,
+        description="fewest images of a subgroup (metrics_by) that metrics are told of; secure: of a class at a client "
+        "that its sums of scores are about",
     )
     dp: DifferentialPrivacyTable | None = Field(None, description="client-level differential privacy (a table)")
     aggregation: Literal["clear", "secure"] = Field(
@@ -158,6 +161,11 @@ class Config(Section):
     seed: int = Field(0, ge=0)
     metrics: tuple[MetricName, ...] = Field(
         (), description="what is measured at the end, by class and client, each with a 95 % interval (docs/metrics.md)"
+    )
+    metrics_by: tuple[str, ...] = Field(
+        (),
+        description="columns of the data by whose values the metrics are told too, such as sex; where only nodes have "
+        "images with the values: sex=F|M; groups smaller than privacy.smallest_group are withheld",
     )
     select: str = Field(
         "accuracy", description="the metric on validation images that chooses the best round; of one class: f1:CLASS"

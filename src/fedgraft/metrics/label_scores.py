@@ -7,7 +7,8 @@ As in `metrics.scores` only sums leave a site, float64 tensors of fixed shape th
   positive at a probability of one half.
 - `histogram` (2, C, B): known labels of each finding that are absent (0) and present (1) by the logit, in the bins of
   `metrics.scores`.
-- `calibration` (3, 15): known labels, sum of probabilities and present findings, by the probability in 15 equal bins.
+- `calibration` (3, C, 15): known labels of each finding, sum of their probabilities and present ones, by the
+  probability in 15 equal bins.
 - `loss` (2): sum over images of the loss and of its square, in nats; an image's loss is the sum over its known labels.
 
 Law: the sums of parts add up to the sums of the whole, bit for bit, as in `metrics.scores`.
@@ -35,7 +36,7 @@ def layouts(classes: int) -> dict[str, SumLayout]:
         "matches": SumLayout((2,), images, 1.0),
         "outcomes": SumLayout((4, classes), images, 1.0),
         "histogram": SumLayout((2, classes, BINS), images, 1.0),
-        "calibration": SumLayout((3, CONFIDENCE_BINS), images * classes, STEP),
+        "calibration": SumLayout((3, classes, CONFIDENCE_BINS), images, STEP),
         "loss": SumLayout((2,), images * LOSS_LIMIT**2, STEP),
     }
 
@@ -70,9 +71,11 @@ def count_label_scores(logits: Tensor, labels: Tensor, largest_loss: float = LOS
     probability = scores.rounded(clean.sigmoid())[known]
     # The small shift keeps probabilities that lie on an edge in the lower bin however they were rounded.
     bin_number = (probability * CONFIDENCE_BINS - 16 * STEP).ceil().long().clamp(1, CONFIDENCE_BINS) - 1
+    place = torch.arange(classes).expand_as(known)[known] * CONFIDENCE_BINS + bin_number
     calibration = []
     for weight in (torch.ones_like(probability), probability, present[known].double()):
-        calibration.append(torch.bincount(bin_number, weight, minlength=CONFIDENCE_BINS))
+        counted = torch.bincount(place, weight, minlength=classes * CONFIDENCE_BINS)
+        calibration.append(counted.view(classes, CONFIDENCE_BINS))
     losses = image_losses(clean, labels).clamp(0.0, largest_loss)
     return {
         "matches": torch.stack([torch.tensor(len(labels)), exact_matches(clean, labels).sum()]).double(),
@@ -91,5 +94,5 @@ def sums_disagree(sums: dict[str, Tensor]) -> bool:
     counted_positives = sums["outcomes"][[FALSE_NEGATIVE, TRUE_POSITIVE]].sum(0)
     same = bool((negatives == counted_negatives).all() and (positives == counted_positives).all())
     fits = bool((negatives + positives <= images).all()) and right <= images
-    calibrated = float(sums["calibration"][0].sum()) == float((negatives + positives).sum())
+    calibrated = bool((sums["calibration"][0].sum(1) == negatives + positives).all())
     return not (same and fits and calibrated)

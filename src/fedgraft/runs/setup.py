@@ -40,6 +40,7 @@ from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
 from fedgraft.local.compiled import require_compiler
 from fedgraft.local.losses import for_label_sets
+from fedgraft.metrics.subgroups import parse_all, values_of
 from fedgraft.metrics.sums import check_metric, check_metric_names
 from fedgraft.models.folders import EXPORTED
 from fedgraft.models.network import VisionNetwork
@@ -407,6 +408,7 @@ def _require_metrics_and_clients(parts: RunParts) -> None:
     data = parts.task.data
     check_metric(parts.config.select, data.dataset.classes, data.label_sets)
     check_metric_names(parts.config.metrics, data.label_sets)
+    _require_subgroups(parts.config, data)
     trains_in_one_place = not {Capability.EXCHANGE, Capability.PERSONAL_MODELS} & parts.algorithm.provides
     clients = parts.config.partition.clients
     if clients > 1 and trains_in_one_place:
@@ -415,6 +417,37 @@ def _require_metrics_and_clients(parts: RunParts) -> None:
             f"{parts.algorithm.name} trains in one place, and here are {clients} clients",
             "run `fedgraft centralized`, or set partition.clients=1 with partition.kind='iid'",
         )
+
+
+def _require_subgroups(config: Config, data: FederatedData) -> None:
+    """Refuse `metrics_by` without metrics, of columns that the test images do not have, and of values nobody knows."""
+    if not config.metrics_by:
+        return
+    if not config.metrics:
+        raise FedgraftError(
+            "E-RUN-SUBGROUP-METRICS", "metrics_by tells metrics by subgroup, and metrics names none", "set metrics too"
+        )
+    for groups in parse_all(config.metrics_by):
+        if data.blind:
+            if not groups.values:
+                raise FedgraftError(
+                    "E-RUN-SUBGROUP-VALUES",
+                    f"the images are at the nodes, so metrics_by must say the values of {groups.column!r}",
+                    f"write metrics_by=['{groups.column}=VALUE|VALUE']",
+                    column=groups.column,
+                )
+            continue
+        if not data.others_known:
+            continue  # a node: it refuses the one request about a column that it does not have
+        columns = data.dataset.test.columns
+        if groups.column not in columns:
+            raise FedgraftError(
+                "E-RUN-SUBGROUP-COLUMN",
+                f"metrics_by names the column {groups.column!r}, which the test images do not have",
+                f"their columns are {', '.join(sorted(columns)) or 'none'}",
+                column=groups.column,
+            )
+        values_of(groups, columns[groups.column])
 
 
 def _require_label_set_parts(config: Config, algorithm: Algorithm) -> None:
