@@ -101,7 +101,7 @@ def test_a_run_tells_metrics_by_subgroup(tmp_path: Path) -> None:
     assert set(told) == {"F", "M", "X"}
     assert told["X"] is None  # two images, and the smallest group is five
     assert told["M"] is None  # with it, because all less F would be X and M alone: M has 18 images
-    assert told["F"]["auroc"]["n"] == 40 and told["F"]["calibration_error:bright"]["n"] == 20
+    assert told["F"]["auroc"]["n"] == 20 and told["F"]["calibration_error:bright"]["n"] == 20
     assert "By subgroup" in (folder / "report.html").read_text()
     json.dumps(summary)
 

@@ -17,7 +17,7 @@ from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
 
 HEAD_ACTIONS = {
-    "ridge": ("statistics",),
+    "ridge": ("statistics", "unknown_statistics"),
     "probe": ("statistics", "head_gradient"),
     "ncm": ("class_sums",),
     "cof": ("class_sums",),

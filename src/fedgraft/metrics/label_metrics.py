@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.metrics import intervals
-from fedgraft.metrics.label_scores import FALSE_NEGATIVE, FALSE_POSITIVE, TRUE_NEGATIVE, TRUE_POSITIVE
+from fedgraft.metrics.label_scores import EDGES, FALSE_NEGATIVE, FALSE_POSITIVE, TRUE_NEGATIVE, TRUE_POSITIVE
 from fedgraft.metrics.metrics import (
     Array,
     Metric,
@@ -30,7 +31,6 @@ from fedgraft.metrics.metrics import (
     ratio,
     share,
 )
-from fedgraft.metrics.scores import EDGES
 
 SPECIFICITIES = {"sensitivity_at_80": 0.80, "sensitivity_at_90": 0.90, "sensitivity_at_95": 0.95}
 """Sensitivities at a specificity of at least so much."""
@@ -158,7 +158,10 @@ def best_thresholds(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[st
 
 
 def compute(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Metric | None]:
-    """Return every metric by its name, those of one finding as `name:finding`; None: undefined for these images."""
+    """Return every metric by its name, those of one finding as `name:finding`; None: undefined for these images.
+
+    The `n` of a finding's metric are the known labels behind it, of any other the images.
+    """
     arrays = as_numpy(sums)
     if arrays["outcomes"].shape[1] != len(names) or len(set(names)) != len(names):
         raise FedgraftError(
@@ -174,6 +177,10 @@ def compute(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Metri
     negative, positive = arrays["histogram"]
     metrics |= _ranking_metrics(negative, positive, values, names)
     metrics |= _error_metrics(arrays, values, names)
+    images = int(arrays["matches"][0])
+    for name, metric in metrics.items():
+        if metric is not None and ":" not in name:
+            metrics[name] = replace(metric, n=images)
     return metrics
 
 

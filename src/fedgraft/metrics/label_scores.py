@@ -5,8 +5,9 @@ As in `metrics.scores` only sums leave a site, float64 tensors of fixed shape th
 - `matches` (2): images, and of these the ones whose known labels are all right at a probability of one half.
 - `outcomes` (4, C): known labels of each finding that are true negative, false positive, false negative and true
   positive at a probability of one half.
-- `histogram` (2, C, B): known labels of each finding that are absent (0) and present (1) by the logit, in the bins of
-  `metrics.scores`.
+- `histogram` (2, C, B): known labels of each finding that are absent (0) and present (1) by the logit, in bins that are
+  the same for everybody. They are about equally wide up to a logit of 1 and widen with distance (asinh): scores of rare
+  findings lie far from 0, where the bins of `metrics.scores` are wide.
 - `calibration` (3, C, 15): known labels of each finding, sum of their probabilities and present ones, by the
   probability in 15 equal bins.
 - `loss` (2): sum over images of the loss and of its square, in nats; an image's loss is the sum over its known labels.
@@ -16,6 +17,8 @@ Law: the sums of parts add up to the sums of the whole, bit for bit, as in `metr
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,8 +26,11 @@ from fedgraft.core.device import fetch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.label_sets import ABSENT, PRESENT, UNKNOWN, exact_matches, image_losses
 from fedgraft.metrics import scores
-from fedgraft.metrics.scores import BINS, CONFIDENCE_BINS, LOSS_LIMIT, STEP, SumLayout
+from fedgraft.metrics.scores import CONFIDENCE_BINS, LOSS_LIMIT, STEP, SumLayout
 
+BINS = 1023
+_LAST_EDGE = 40.0  # everything beyond this distance is in one bin
+EDGES = torch.sinh(torch.linspace(-1, 1, BINS - 1, dtype=torch.float64) * math.asinh(_LAST_EDGE))  # (B-1,)
 TRUE_NEGATIVE, FALSE_POSITIVE, FALSE_NEGATIVE, TRUE_POSITIVE = range(4)
 """Rows of `outcomes`."""
 
@@ -67,7 +73,7 @@ def count_label_scores(logits: Tensor, labels: Tensor, largest_loss: float = LOS
             (present & predicted).sum(0),
         ]
     )
-    cells = (present.long() * classes + torch.arange(classes)) * BINS + scores.bin_numbers(scores.rounded(clean))
+    cells = (present.long() * classes + torch.arange(classes)) * BINS + torch.searchsorted(EDGES, scores.rounded(clean))
     probability = scores.rounded(clean.sigmoid())[known]
     # The small shift keeps probabilities that lie on an edge in the lower bin however they were rounded.
     bin_number = (probability * CONFIDENCE_BINS - 16 * STEP).ceil().long().clamp(1, CONFIDENCE_BINS) - 1
