@@ -9,14 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 from tests.support.errors import raises
 from tests.support.tiny import CNN
 from torch import Tensor
+from typer.testing import CliRunner
 
 from fedgraft import data as fd
+from fedgraft.cli.main import app
 from fedgraft.config.load import load
 from fedgraft.core.label_sets import PRESENT, UNKNOWN
-from fedgraft.metrics import label_scores, subgroups
+from fedgraft.metrics import label_scores, raw, subgroups
 from fedgraft.metrics.subgroups import Subgroups, told_labels, withheld
 from fedgraft.runs.loop import run
 
@@ -89,7 +92,12 @@ def table_of(folder: Path, sexes: str) -> Path:
 
 
 WORDS = [CNN, "rounds.total=1", "rounds.fraction=1.0", "partition.clients=2", "local.steps=2", "data.source=table"]
-WORDS += ['data.findings=["bright","striped"]', "engine=reference", "workers=1", 'metrics=["auroc","calibration_error"]']
+WORDS += [
+    'data.findings=["bright","striped"]',
+    "engine=reference",
+    "workers=1",
+    'metrics=["auroc","calibration_error"]',
+]
 
 
 def test_a_run_tells_metrics_by_subgroup(tmp_path: Path) -> None:
@@ -126,3 +134,43 @@ def test_python_arrays_bring_columns() -> None:
     assert numbers.tolist() == [1, 0, 1]
     labels = torch.tensor([[1, UNKNOWN]])
     assert subgroups.without_findings(labels, torch.tensor([True, False])).tolist() == [[UNKNOWN, UNKNOWN]]
+
+
+@pytest.mark.slow
+def test_the_consortiums_commands_take_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each works, or says in one sentence what it does not do: worth, unlearn, release, verify, preflight, attack."""
+    monkeypatch.chdir(tmp_path)
+    path = table_of(tmp_path / "data", "FM")
+    words = [*WORDS, f"data.path={path}", "partition.kind=iid"]
+    run(load(None, words), tmp_path / "run")
+    runner = CliRunner()
+    for command in (
+        ["worth", "run"],
+        ["verify", "run"],
+        ["unlearn", "run", "--client", "1"],
+        ["release", "run", "--shadows", "1"],
+        ["preflight", *words],
+        ["attack", *words, "partition.clients=5", "--attacks", "label_flip,sign_flip", "--rules", "median"],
+    ):
+        result = runner.invoke(app, command)
+        known = result.exception is None or isinstance(result.exception, SystemExit)
+        assert known, (command, result.output[-500:], result.exception)
+    gains = json.loads((tmp_path / "run" / "worth" / "worth.json").read_text())
+    assert set(gains) == {"auroc"} and len(gains["auroc"]) == 2
+    table = (tmp_path / "attack" / "attack.csv").read_text()
+    assert "needs one class per image" in table  # labels cannot be flipped where an image has any number of them
+
+
+def test_exact_areas_of_findings_are_those_of_scikit_learn() -> None:
+    draw = torch.Generator().manual_seed(5)
+    logits = torch.randn(80, 2, generator=draw)
+    labels = torch.randint(-1, 2, (80, 2), generator=draw)
+    found = raw.exact(logits, labels, ("a", "b"))
+    gains = raw.paired_bootstrap(logits, logits * 2 + 1, labels, ("a", "b"), 0, 20)
+    for place, name in enumerate(("a", "b")):
+        known = labels[:, place] != UNKNOWN
+        area = found[f"auroc:{name}"]
+        assert area is not None
+        assert area.value == pytest.approx(roc_auc_score(labels[known, place], logits[known, place]), abs=1e-12)
+        gain = gains[f"auroc:{name}"]
+        assert gain is not None and abs(gain.value) < 0.01  # the same order, but for the bins

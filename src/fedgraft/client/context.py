@@ -75,6 +75,8 @@ class ClientContext:
     """The columns and values by which the config tells metrics of test images."""
     test_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """These columns of the rows of `tests`, by name."""
+    smallest_group: int = 5
+    """Fewest images of a subgroup that metrics are told of."""
     class_counts: Tensor | None = None
     """Training images of each class over all clients, where the loss or the sampling asks for them."""
     _bound: dict[str, Bound] = field(default_factory=dict)

@@ -288,7 +288,7 @@ def _means(
 def _error_metrics(
     sums: Mapping[str, Array], values: Mapping[str, Array], names: Sequence[str]
 ) -> dict[str, Metric | None]:
-    """Return the expected calibration error over all known labels and of each finding, and the mean loss of an image."""
+    """Return the expected calibration error, of all known labels and of each finding, and the mean loss of an image."""
     images = int(sums["matches"][0])
     calibration = sums["calibration"]  # (3, C, 15)
     metrics: dict[str, Metric | None] = {"log_loss": None}

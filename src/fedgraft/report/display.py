@@ -273,9 +273,7 @@ def _print_note(console: Console, summary: Mapping[str, Any]) -> None:
         console.print(summary["note"], style="yellow", highlight=False, markup=False)
 
 
-def _print_clients(
-    console: Console, clients: Mapping[str, Mapping[str, Any]], heading: str = "client"
-) -> None:
+def _print_clients(console: Console, clients: Mapping[str, Mapping[str, Any]], heading: str = "client") -> None:
     """Print one row per client (or subgroup) with its metrics on its test images, for the first `CLIENTS` of them.
 
     Metrics of single classes are in the report. `heading` is that of the first column.

@@ -143,6 +143,7 @@ def open_run(
         held=lambda client: validation_rows,
         subgroups=parse_all(config.metrics_by),
         test_columns=task.data.dataset.test.columns,
+        smallest_group=config.privacy.smallest_group,
         class_counts=counts,
         policies=setup.policies,
     )

@@ -129,6 +129,7 @@ class RunSetup:
             _require_label_set_parts(config, algorithm)
         algorithm = _with_noise_key(algorithm, config, task.data, circumstances)
         if circumstances.for_training:
+            _require_subgroups(parts.config, parts.task.data)
             with phase("measuring the curvature of the head", minor=True):
                 curvature = head_curvature(task, algorithm)
             algorithm = with_default_rates(algorithm, curvature, from_random=config.head == "random")
@@ -408,7 +409,6 @@ def _require_metrics_and_clients(parts: RunParts) -> None:
     data = parts.task.data
     check_metric(parts.config.select, data.dataset.classes, data.label_sets)
     check_metric_names(parts.config.metrics, data.label_sets)
-    _require_subgroups(parts.config, data)
     trains_in_one_place = not {Capability.EXCHANGE, Capability.PERSONAL_MODELS} & parts.algorithm.provides
     clients = parts.config.partition.clients
     if clients > 1 and trains_in_one_place:

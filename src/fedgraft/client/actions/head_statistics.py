@@ -98,7 +98,7 @@ def _statistics_implausible(response: Response) -> str:
 
 
 def unknown_statistics(request: Request, context: ClientContext) -> dict[str, Tensor]:
-    """Return {"gram": (findings, width + 1, width + 1)}: for each finding asked, ZᵀZ over the images that do not say it.
+    """Return {"gram": (findings, width + 1, width + 1)}: ZᵀZ over the images that do not say each finding asked.
 
     Taken from the `gram` of `statistics` it leaves the sum over the images whose label is known.
     """

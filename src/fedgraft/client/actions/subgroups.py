@@ -47,15 +47,13 @@ def _validate(request: Request, algorithm: Algorithm, context: ClientContext) ->
         raise Refused(f"the data here has no column {groups.column!r}", "request")
 
 
-def _sums(
-    request: Request, algorithm: Algorithm, context: ClientContext, largest_loss: float = LOSS_LIMIT
-) -> dict[str, Tensor]:
+def _sums(request: Request, context: ClientContext, largest_loss: float = LOSS_LIMIT) -> dict[str, Tensor]:
     """Return the sums for metrics by name, those of each group as one row (G, ...); the model stays loaded."""
     context.load_model(model_vector(request))
     examples, rows = requested_split(request, context)
     groups = _groups_of(request.settings)
-    smallest = algorithm.privacy.sum_options.smallest_group
     cells = context.test_columns[groups.column]
+    smallest = context.smallest_group
     parts = group_sums(context.network, examples, rows, cells, groups, smallest, largest_loss=largest_loss)
     return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
@@ -64,14 +62,14 @@ def _answer(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response, ClientMemory]:
     """Return the response with the sums in the clear, and the client's memory as it was."""
-    return replace(empty_response(request, context), sums=_sums(request, algorithm, context)), memory
+    return replace(empty_response(request, context), sums=_sums(request, context)), memory
 
 
 def _hidden(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Mapping[str, Tensor], ClientMemory]:
     """Return the sums for a secure sum, losses and confidences rounded as in `hidden_scores`, and the memory."""
-    sums = _sums(request, algorithm, context, HIDDEN_LOSS)
+    sums = _sums(request, context, HIDDEN_LOSS)
     for name in ("calibration", "loss"):
         sums[name] = (sums[name] / HIDDEN_STEP).round() * HIDDEN_STEP
     return sums, memory
