@@ -172,7 +172,10 @@ def protection_rows(privacy: Mapping[str, Any]) -> dict[str, str]:
         f"epsilon {format_epsilon(privacy['epsilon'])} at delta {privacy['delta']:.2g} for each {privacy['unit']}"
     )
     rows = {"privacy": guarantee}
-    rows["  if cohorts are known"] = f"epsilon {format_epsilon(privacy['epsilon_without_amplification'])}"
+    known = "  if cohorts are known"
+    if privacy["unit"] == "record":
+        known = "  if draws are known"
+    rows[known] = f"epsilon {format_epsilon(privacy['epsilon_without_amplification'])}"
     if privacy["repeatable_noise"]:
         rows["  REPEATABLE"] = "for experiments: noise and cohorts follow from the seed and protect nobody"
     first, *others = privacy["not_covered"]

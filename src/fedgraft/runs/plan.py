@@ -27,7 +27,8 @@ from fedgraft.report.values import clock, size
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.estimate import Estimate, estimate_run, require_room, require_room_for_models
 from fedgraft.runs.open_run import OpenRun, open_run
-from fedgraft.runs.reporting import setup_line
+from fedgraft.runs.reporting import images_of_clients, setup_line
+from fedgraft.runs.saving import records_account
 from fedgraft.runs.setup import SECRET_BYTES, Circumstances, RunParts, RunSetup, parts_from_config
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import sample as server
@@ -50,6 +51,10 @@ def check_setup(setup: RunSetup) -> None:
     if account is not None:
         with phase("privacy account"):
             account.check()
+    record = setup.algorithm.privacy.records
+    if record is not None:
+        with phase("privacy account of each client's images"):
+            records_account(setup.algorithm, setup.config.rounds.total, images_of_clients(setup))
     # Decodes the images, and refuses files that cannot be decoded.
     _ = setup.task.train_images
     _ = setup.task.test_images

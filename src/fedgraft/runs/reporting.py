@@ -139,6 +139,12 @@ def write_trained(folder: Path, network: VisionNetwork, space: EditSpace) -> Non
     write_text(folder / TRAINED_FILE, json.dumps({"layers": layers}) + "\n")
 
 
+def images_of_clients(setup: RunSetup) -> dict[str, int]:
+    """Return the training images of each client, by its name, as far as this machine knows them."""
+    names = setup.client_names
+    return {names[client]: images for client, images in setup.task.data.sizes_by_client().items()}
+
+
 FEW = 100
 """With fewer validation images, one more or less is over a point."""
 
@@ -217,7 +223,7 @@ def summary_of(
         "start": start,
         "data": facts_of(data),
         **note_of(start, best, state.round, is_private, validation_images, config.select),
-        **account_of(config, algorithm, state.round, lines),
+        **account_of(config, algorithm, state.round, lines, images_of_clients(setup)),
     }
     if not data.rows_known:
         summary["classes"] = list(data.dataset.classes)

@@ -45,7 +45,7 @@ from fedgraft.metrics.sums import check_metric, check_metric_names
 from fedgraft.models.folders import EXPORTED
 from fedgraft.models.network import VisionNetwork
 from fedgraft.privacy.dp import simulation_key
-from fedgraft.privacy.protection import Private
+from fedgraft.privacy.protection import Private, RecordPrivate
 from fedgraft.runs.closed_form import refuse_hidden_cof
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.rates import head_curvature, with_default_rates
@@ -473,9 +473,10 @@ def _with_noise_key(
 ) -> Algorithm:
     """Return the algorithm with the key of its noise: from the run's secret, or from the seed for experiments."""
     dp = algorithm.privacy.noise
-    if dp is None:
+    record = algorithm.privacy.records
+    if dp is None and record is None:
         return algorithm
-    follows_secret = dp.bound_to_sum
+    follows_secret = dp.bound_to_sum if dp is not None else bool(record and record.secret)
     if circumstances.deployed and config.privacy.dp is not None and config.engine != "flower-sim":
         if data.blind:
             raise FedgraftError(
@@ -493,11 +494,14 @@ def _with_noise_key(
                 "run it in a folder (fg.run(..., folder=...)), or set privacy.dp.secret=false for an experiment",
             )
         key = _derived(circumstances.secret, "noise")
-    elif dp.key:
+    elif dp is not None and dp.key:
         key = dp.key
     else:
         key = simulation_key(config.seed)
-    assert isinstance(algorithm.privacy, Private)
+    if isinstance(algorithm.privacy, RecordPrivate):
+        keyed_record = algorithm.privacy.record.with_key(follows_secret, key)
+        return vary(algorithm, privacy=replace(algorithm.privacy, record=keyed_record))
+    assert isinstance(algorithm.privacy, Private) and dp is not None
     keyed = replace(dp, key=key, bound_to_sum=follows_secret)
     return vary(algorithm, privacy=replace(algorithm.privacy, dp=keyed))
 
