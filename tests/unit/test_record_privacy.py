@@ -27,12 +27,12 @@ from fedgraft.local.losses import cross_entropy, one_vs_all
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy import records as records_module
-from fedgraft.privacy.protection import DifferentialPrivacy, private, record_private, secure
 from fedgraft.privacy.dp import Mechanism
+from fedgraft.privacy.protection import DifferentialPrivacy, private, record_private, secure
 from fedgraft.privacy.records import RecordPrivacy, RecordSteps, clipped_sum
 
 LOCAL = LocalTraining(steps=3, batch_size=6, optimizer=sgdm(0.9))
-FULL = {"clients": 3, "per_round": 3}
+FULL: dict[str, Any] = {"clients": 3, "per_round": 3}
 
 
 def private_run(record: RecordPrivacy, rounds: int = 2, algorithm: Algorithm | None = None, **options: Any) -> Toy:

@@ -127,7 +127,7 @@ def worth(
     provided = _named_runs(also or [])
     with display.LiveProgress(rich.get_console()) as live:
         folders = gains.make_missing(run, provided, lambda: live, live.print_line)
-    results = gains.compare_models(folders, metric)
+    results = gains.compare_models(folders, metric or ())
     page = gains.write_worth(out or run / "worth", results, run.name)
     for name, sites in results.items():
         echo(gains.summary_line(sites, name))

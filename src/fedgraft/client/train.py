@@ -123,9 +123,7 @@ def _fit(
     if algorithm.privacy.records is not None:
         model = hashlib.sha256(fetch(bound.values).numpy().tobytes()).hexdigest()
         where = "\x1f".join(map(str, (request.run, model, *place)))
-        records = algorithm.privacy.records.training(
-            len(training_rows), local, where, context.seed, context.noise_key
-        )
+        records = algorithm.privacy.records.training(len(training_rows), local, where, context.seed, context.noise_key)
     return train(
         context.network,
         bound,

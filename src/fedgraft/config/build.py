@@ -378,7 +378,7 @@ def _with_record_privacy(config: Config, table: DifferentialPrivacyTable, algori
         option = "adaptive" if table.adaptive else "noise_source"
         raise FedgraftError(
             "E-CONFIG-DP-RECORDS",
-            f"privacy.dp.{option} is about noise on the sum of updates, and with unit='record' every client adds its own",
+            f"privacy.dp.{option} is about noise on a sum of updates, and with unit='record' every client adds its own",
             "leave it out",
             option=option,
         )

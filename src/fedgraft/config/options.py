@@ -104,7 +104,9 @@ class DifferentialPrivacyTable(Section):
     )
     epsilon: float | None = Field(None, gt=0, description="the run stops before it would exceed this")
     noise: float | None = Field(None, gt=0, description="noise multiplier; default: that which the target needs")
-    delta: float | None = Field(None, gt=0, lt=1, description="default: 1e-5; at most a tenth of 1 / clients (or images)")
+    delta: float | None = Field(
+        None, gt=0, lt=1, description="default: 1e-5; at most a tenth of 1 / clients, or images"
+    )
     clip: float = Field(1.0, gt=0, description="largest norm of a client's update, or of an image's gradient")
     adaptive: bool = Field(False, description="let the bound follow the median of the norms")
     noise_source: Literal["server", "distributed"] = Field(

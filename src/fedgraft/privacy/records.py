@@ -2,9 +2,10 @@
 
 What is protected is one training image of one client: whether it is there. At each step of its local training a client
 draws every image by itself with probability q = batch size / images (Poisson sampling), clips the gradient of each
-image to the norm `clip`, adds Gaussian noise of deviation `noise * clip` to their sum, and divides by the expected batch
-q n. What leaves the client follows from these sums alone, so momentum, corrections, the secure sum and the server's step
-cost no further privacy. A client's images are no other client's: each has an account of its own, over all its steps.
+image to the norm `clip`, adds Gaussian noise of deviation `noise * clip` to their sum, and divides by the expected
+batch q n. What leaves the client follows from these sums alone, so momentum, corrections, the secure sum and the
+server's step cost no further privacy. A client's images are no other client's: each has an account of its own, over all
+its steps.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RECORDS_NOT_COVERED = (
     "who takes part in the federation, and the number of training images of each client",
     "validation and test images, on which the model is measured without noise",
     "learning rates, numbers of rounds and other settings chosen by looking at results on the same data",
-    "several images of one patient: what k images say together is covered by a k times larger epsilon at most",
+    "several images of one patient together: of k images the epsilon is k times as large, and delta grows with it",
     "clients that do not clip, or add no noise: nobody but they can check it",
 )
 """What an epsilon for records does not cover; listed in the report."""

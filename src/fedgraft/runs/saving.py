@@ -103,10 +103,10 @@ def account_of(
     client that trains, by its name, which an account of records needs.
     """
     if algorithm.privacy.records is not None:
-        record = records_account(algorithm, rounds, images or {})
+        of_records = records_account(algorithm, rounds, images or {})
         if algorithm.privacy.collects_sum:
-            record["aborted"] = sum("aborted" in line for line in lines)
-        return {"privacy": record}
+            of_records["aborted"] = sum("aborted" in line for line in lines)
+        return {"privacy": of_records}
     account = budget(config, algorithm, rounds)
     if account is None or config.privacy.dp is None:
         return {}
