@@ -192,7 +192,7 @@ def show_release(out: Path, release: Release) -> None:
             echo(f"{check.verdict.value}: {check.rule}, {site}: {check.measured}; required: {check.required}")
     print_line(f"verdict: {release.verdict.value}")
     if release.verdict is Verdict.OPEN:
-        echo("open: a 95 % interval contains its threshold; more test images would narrow it, or the signatories decide")
+        echo("open: a 95 % interval contains its threshold; more test images narrow it, or the signatories decide")
     print_line(f"written: {page}")
     if release.verdict is Verdict.FAIL:
         raise typer.Exit(1)
