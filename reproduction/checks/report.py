@@ -144,6 +144,26 @@ def similarity_statements(kept: Kept) -> Iterator[str]:
     yield f"ends {alone.mean():.1f} points above it {_bracket(alone, 1)}"
 
 
+def privacy_statements(kept: Kept) -> Iterator[str]:
+    """The texts of section 4."""
+    before = "q5:dp:clients=1000/{}"
+    published = kept.gap(before.format("no noise"), before.format("epsilon 8"))
+    yield f"epsilon 8 costs a head {published:.1f} points with 1,000 clients"
+    cell = "q5:clip:clients={}/{}"
+    gaps = kept.gaps(cell.format(1000, "no noise"), cell.format(1000, "epsilon 8"))
+    low, high = interval(gaps, 1 - 0.05 / PRIMARY)
+    yield f"it costs {gaps.mean():.1f} points (99.4 %: {low:.1f} to {high:.1f})"
+    many = kept.gap(cell.format(3000, "no noise"), cell.format(3000, "epsilon 8"))
+    few = kept.gap(cell.format(100, "no noise"), cell.format(100, "epsilon 8"))
+    yield f"with 3,000 clients {many:.1f} and with 100 clients {few:.1f}"
+    strict = kept.gap(cell.format(1000, "no noise"), cell.format(1000, "epsilon 1"))
+    yield f"Epsilon 1 costs {strict:.1f} with 1,000 clients"
+    clipped = "q5:clip_surface:clients=3000/clip alone/{}/{}"
+    yield f"ends 3,000 clients at {max(kept.mean(clipped.format(rate, '0.5'), 'last') for rate in ('0.1', '0.3')):.1f} %"
+    wide = max(kept.mean(clipped.format(rate, "4"), "last") for rate in ("0.1", "0.3", "1"))
+    yield f"where a clip of 4 ends at {wide:.1f}"
+
+
 def _bracket(gaps: np.ndarray, digits: int) -> str:
     """The 95 % interval of a mean difference in brackets."""
     low, high = interval(gaps, 0.95)
@@ -151,7 +171,12 @@ def _bracket(gaps: np.ndarray, digits: int) -> str:
 
 
 _ARMS = ("least sensitive", "start", "random", "highest magnitude", "dense")
-SECTIONS: tuple[Callable[[Kept], Iterator[str]], ...] = (rate_statements, similarity_statements, mask_statements)
+SECTIONS: tuple[Callable[[Kept], Iterator[str]], ...] = (
+    rate_statements,
+    similarity_statements,
+    mask_statements,
+    privacy_statements,
+)
 
 
 def missing(report: str, kept: Kept) -> list[str]:
