@@ -25,6 +25,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedgraft.core.progress import Phase
+from fedgraft.core.text import printable
 from fedgraft.report.values import NONE, accuracy, clock, format_epsilon, label, metric, metric_column, percent, size
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class LiveProgress:
 
     def start(self, total: int, done: int, text: str) -> None:
         """Begin a run of `total` rounds, of which `done` were finished before; print `text`, which describes it."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(printable(text), highlight=False, markup=False)
         self.total = total
         self.done = done
         self.printed_round = done
@@ -134,7 +135,7 @@ class LiveProgress:
             self.bar.remove_task(self.bars.pop(phase))
         for phase in phases:
             if phase not in self.bars and phase.seconds > self.bar_after:
-                self.bars[phase] = self.bar.add_task(escape(phase.name), total=phase.total or None, numbers="")
+                self.bars[phase] = self.bar.add_task(cell(phase.name), total=phase.total or None, numbers="")
             if phase in self.bars:
                 numbers = ""
                 if phase.unit:
@@ -160,8 +161,13 @@ class LiveProgress:
 
     def print_line(self, text: str) -> None:
         """Print a line above the bars."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
         self.last_line = time.monotonic()
+
+
+def cell(text: str) -> str:
+    """Return a text as a cell shows it: word for word, and without what moves the cursor."""
+    return escape(printable(text))
 
 
 def protection_rows(privacy: Mapping[str, Any]) -> dict[str, str]:
@@ -172,7 +178,10 @@ def protection_rows(privacy: Mapping[str, Any]) -> dict[str, str]:
         f"epsilon {format_epsilon(privacy['epsilon'])} at delta {privacy['delta']:.2g} for each {privacy['unit']}"
     )
     rows = {"privacy": guarantee}
-    rows["  if cohorts are known"] = f"epsilon {format_epsilon(privacy['epsilon_without_amplification'])}"
+    known = "  if cohorts are known"
+    if privacy["unit"] == "record":
+        known = "  if draws are known"
+    rows[known] = f"epsilon {format_epsilon(privacy['epsilon_without_amplification'])}"
     if privacy["repeatable_noise"]:
         rows["  REPEATABLE"] = "for experiments: noise and cohorts follow from the seed and protect nobody"
     first, *others = privacy["not_covered"]
@@ -192,7 +201,7 @@ def print_results(console: Console, title: str, summary: Mapping[str, Any]) -> N
     rows |= _validation_rows(summary)
     rows |= _cost_rows(summary)
     rows |= _personal_rows(summary.get("personal") or {})
-    table = Table(title=escape(title), show_header=False, title_justify="left")
+    table = Table(title=cell(title), show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*row)
     if console.is_terminal:  # sentences, which may have several lines; nothing here is for copying
@@ -202,6 +211,8 @@ def print_results(console: Console, title: str, summary: Mapping[str, Any]) -> N
     if private:
         _print_note(console, summary)
     _print_clients(console, summary.get("clients") or {})
+    for column, groups in (summary.get("subgroups") or {}).items():
+        _print_clients(console, {value: cells or {} for value, cells in groups.items()}, label(column))
 
 
 def _test_rows(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -271,10 +282,10 @@ def _print_note(console: Console, summary: Mapping[str, Any]) -> None:
         console.print(summary["note"], style="yellow", highlight=False, markup=False)
 
 
-def _print_clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print one row per client with its metrics on its own test images, for the first `CLIENTS` clients.
+def _print_clients(console: Console, clients: Mapping[str, Mapping[str, Any]], heading: str = "client") -> None:
+    """Print one row per client (or subgroup) with its metrics on its test images, for the first `CLIENTS` of them.
 
-    Metrics of single classes are in the report.
+    Metrics of single classes are in the report. `heading` is that of the first column.
     """
     keys: dict[str, None] = {}
     for values in clients.values():
@@ -283,14 +294,14 @@ def _print_clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -
                 keys[key] = None
     if not keys:
         return
-    table = Table("client", *map(label, keys), box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(escape(heading), *map(label, keys), box=box.SIMPLE_HEAD, pad_edge=False)
     first_clients = dict(list(clients.items())[:CLIENTS])
     columns = []
     for key in keys:
         metrics = [values.get(key) for values in first_clients.values()]
         columns.append(metric_column(metrics))
     for name, *cells in zip(first_clients, *columns, strict=True):
-        table.add_row(escape(name), *cells)
+        table.add_row(cell(name), *cells)
     print_table(console, table)
 
 
@@ -308,7 +319,7 @@ def print_runs(console: Console, infos: Sequence[RunInfo]) -> None:
             sent = size(info.bytes)
         if info.seconds:
             seconds = clock(info.seconds)
-        name = escape(str(info.path))
+        name = cell(str(info.path))
         table.add_row(info.status, rounds, percent(info.best), percent(info.test), sent, seconds, name)
     print_table(console, table)
 
@@ -329,7 +340,7 @@ def print_classes(console: Console, classes: Sequence[str], metrics: Mapping[str
                 cells.append(NONE)
             else:
                 cells.append(f"{value.value:.3f}")
-        table.add_row(escape(name), *cells)
+        table.add_row(cell(name), *cells)
     print_table(console, table)
 
 

@@ -36,7 +36,7 @@ from fedgraft.report.values import (
 )
 from fedgraft.report.worth_view import read_worth, worth_sections
 
-_SHOWN = ("metrics", "clients", "confusion", "reliability", "class_names")  # in tables of their own
+_SHOWN = ("metrics", "clients", "subgroups", "confusion", "reliability", "class_names")  # in tables of their own
 _WARNINGS = 50  # warnings of the log on the page
 HOLDINGS_FILE = "holdings.json"
 """Training images by client and class, where a run knows them: `counts`, `clients` and `classes`."""
@@ -118,6 +118,7 @@ def view_run(
         Section("Privacy account", [Charts(account_charts(read_account(folder.path)), "account")]),
         Section("On the test images", [Grid(tables.pooled(summary))], tab="classes"),
         Section("By class (images; 95 % interval)", [Grid(tables.by_class(summary))], tab="classes"),
+        Section("By subgroup (images; 95 % interval)", tables.subgroups(summary), tab="classes"),
         Section(confusion_title, tables.confusion(summary), tab="classes"),
         Section("Clients", clients, tab="clients"),
         Section("Data by client", tables.holdings(counts, holdings.classes, holdings.clients), tab="holdings"),
@@ -260,7 +261,9 @@ def _costs(summary: Mapping[str, Any], config: Mapping[str, Any], lines: Lines) 
     if edited:
         trained = edited["coordinates"]
         total = edited["of"]
-        yield "Weights trained", percent(trained / max(1, total), 1), f"{trained:,} of {total:,}"
+        share = trained / max(1, total)
+        digits = 1 if share >= 0.001 else 3
+        yield "Weights trained", percent(share, digits), f"{trained:,} of {total:,}"
     if lines:
         seconds = summary.get("seconds") or sum(map(seconds_of, lines))
         rounds = max(line.get("round", 0) for line in lines)

@@ -62,6 +62,7 @@ class Studio:
             "runs": self.library is not None,
             "federation": self.federation is not None,
             "node": self.node is not None,
+            "any_run": self.library is not None and bool(self.library.table()["runs"]),
             "questions": bool(self.questions),
             "actions": self.actions is not None,
             "form": self.actions is not None and self.actions.has_form,
@@ -151,11 +152,6 @@ def _run_routes(library: RunLibrary) -> list[Route]:
             lambda query: library.comparison_page(query.getlist("run"), query.get("over", "round")),
         ),
     ]
-
-
-def _matrix(library: RunLibrary, query: Any) -> dict[str, Any]:
-    """Return the matrix of a run and a round that a request names."""
-    return library.matrix(parameter(query, "run"), _number(query, "round"), query.get("kind", ""))
 
 
 def _get(path: str, answer: Callable[[Any], Any]) -> Route:
