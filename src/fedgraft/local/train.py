@@ -24,7 +24,7 @@ from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.loss_scale import LossScale
 from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
 from fedgraft.local.mixing import mix
-from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, new_state, sgdm, state_on
+from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, new_state, sgdm, state_on, typed_optimizer
 from fedgraft.local.progress import Snapshot, TrainingProgress, resumable
 
 
@@ -98,6 +98,7 @@ class LocalTraining:
     """training steps through torch.compile: a minute of compiling in each process, then other last bits that repeat"""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "optimizer", typed_optimizer(self.optimizer))
         ranges.check_ranges(self, "local")
         if self.compile and self.amp == "float16":
             raise FedgraftError(
