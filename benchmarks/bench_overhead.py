@@ -6,8 +6,11 @@ nothing else: no optimizer, no clients, no messages. fedgraft carries out a trai
 vector, draws rows, steps the optimizer, and returns the encoded update. The two alternate on one thread; ratios are
 those of medians of processor time, which a loaded machine changes less than the clock does.
 
-    python benchmarks/bench_overhead.py                     # both networks, all kinds: a quarter of an hour when idle
-    python benchmarks/bench_overhead.py --networks vit-s --kinds lora,head
+What fedgraft adds to a step (the optimizer, and copies of as many values as train) does not grow with the batch, so the
+ratio falls as batches grow; the default batch of a run is 64.
+
+    python benchmarks/bench_overhead.py                     # both networks, all kinds: half an hour when idle
+    python benchmarks/bench_overhead.py --networks vit-s --kinds lora,head --batch 4
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ from fedgraft.local.train import LocalTraining
 from fedgraft.models.backbones import load_network
 
 OUT = Path("runs") / "benchmarks" / "overhead.json"
-NETWORKS = {"vit-s": (384, 6, 4), "vit-b": (768, 12, 2)}
-"""Width, heads and images of a batch."""
+NETWORKS = {"vit-s": (384, 6), "vit-b": (768, 12)}
+"""Width and heads."""
 CLASSES = 100
 
 
@@ -48,9 +51,9 @@ def trainable_of(kind: str) -> Any:
     return TRAINABLES[kind]()
 
 
-def measure(name: str, kind: str, steps: int, rounds: int) -> dict[str, float]:
+def measure(name: str, kind: str, batch: int, steps: int, rounds: int) -> dict[str, float]:
     """Median processor seconds of `steps` steps, bare and by fedgraft, and their ratio."""
-    width, heads, batch = NETWORKS[name]
+    width, heads = NETWORKS[name]
     network = load_network(f"vit:size=224,patch=16,width={width},depth=12,heads={heads}", CLASSES)
     trainable = trainable_of(kind)
     opened = trainable.open(network, _Ask())
@@ -107,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--kinds", default=",".join(TRAINABLES))
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args(arguments)
@@ -114,11 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = {}
     for name in given.networks.split(","):
         for kind in given.kinds.split(","):
-            found = measure(name, kind, given.steps, given.rounds)
+            found = measure(name, kind, given.batch, given.steps, given.rounds)
             results[f"{name} {kind}"] = found
             print(name, kind, {word: round(value, 3) for word, value in found.items()}, flush=True)
     OUT.parent.mkdir(parents=True, exist_ok=True)
-    OUT.write_text(json.dumps({"load": os.getloadavg()[0], "rows": results}, indent=1))
+    OUT.write_text(json.dumps({"load": os.getloadavg()[0], "batch": given.batch, "rows": results}, indent=1))
 
 
 if __name__ == "__main__":

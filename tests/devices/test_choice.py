@@ -15,7 +15,7 @@ from fedgraft.cli.overrides import config_of
 from fedgraft.config.load import Config, from_folder, load
 from fedgraft.core.device import CHOICE, Device, choose_devices
 from fedgraft.core.device_choice import AUTO
-from fedgraft.data.pixels.store import cache_dir
+from fedgraft.data.cache_limit import cache_dir
 from fedgraft.deploy import node as node_module
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.runs.adapted import adapted

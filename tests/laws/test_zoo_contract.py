@@ -29,6 +29,7 @@ from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.label_sets import UNKNOWN
 from fedgraft.core.messages import Request, Response, pack, pack_bits, unpack
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import Bound, masked, select
@@ -48,6 +49,7 @@ from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.packed import Packed as PackedEngine
 from fedgraft.engines.stack import Stack
 from fedgraft.local.corrections import none as no_correction
+from fedgraft.local.losses import one_vs_all
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import constant_rate
 from fedgraft.local.train import LocalTraining, batches, train
@@ -82,6 +84,8 @@ class Row:
     falls: float = 0.95
     """The loss must fall below this share of the first one in six rounds."""
     network: Callable[[], ToyNetwork] = ToyNetwork
+    findings: bool = False
+    """Whether a point has any number of findings, some unknown, instead of one class."""
 
 
 def named(name: str, local: LocalTraining = LOCAL, **options: Any) -> Callable[[], Algorithm]:
@@ -168,6 +172,14 @@ BUDGETS = LowRank(2, 4.0, ("1",), aggregate="svd", budgets=(190, 500))
 ROWS["fedavg/rank by budget"] = Row(named("fedavg", trainable=BUDGETS))
 
 
+def findings_of(classes: Tensor, seed: int) -> Tensor:
+    """Label sets (n, 3): the class is present, its neighbour at every fourth point too, one in ten unknown."""
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.nn.functional.one_hot(classes, 3)
+    labels[::4] |= labels[::4].roll(1, 1)
+    return torch.where(torch.rand(labels.shape, generator=draw) < 0.1, UNKNOWN, labels)
+
+
 class Table(Toy):
     """The toy with what some rows need: an engine of choice, a server that scores for itself."""
 
@@ -175,6 +187,10 @@ class Table(Toy):
         options = dict(row.toy) | federation
         align, mixed, halves, bounded = (options.pop(n, False) for n in ("align", "mixed", "halves", "budgets"))
         super().__init__(row.make(), space, network=row.network, **options)
+        if row.findings:
+            self.network.label_sets = True
+            for examples, seed in ((self.examples, 1), (self.tests, 2)):
+                examples.labels = findings_of(examples.labels, seed)
         if mixed:
             self.context.rows = lambda k: torch.arange(k, 120, 7)
         self.engine = (engine or row.engine)(self.algorithm, self.context)
@@ -363,6 +379,31 @@ LONGEST = {"loss_falls", "messages_round_trip"}
 def test_law(law: str, row: str, tmp_path: Path) -> None:
     arguments = (tmp_path,) if law == "resumed_equals_unbroken" else ()
     LAWS[law](ROWS[row], *arguments)
+
+
+OF_CLASSES = {"fedlc", "moon", "feddisco", "fedncm", "fedcof", "fedlda"}
+"""Algorithms that have no meaning for sets of findings; a run refuses them (`tests/unit/test_label_sets.py`)."""
+
+
+def with_findings(row: Row) -> Row:
+    """The row on sets of findings, with the loss that a run chooses for them."""
+    return replace(row, make=lambda: vary(row.make(), loss=one_vs_all()), findings=True)
+
+
+FINDINGS = {name: with_findings(ROWS[name]) for name in zoo.ALGORITHMS if name not in OF_CLASSES}
+
+
+@pytest.mark.parametrize("row", FINDINGS)
+@pytest.mark.parametrize("law", [pytest.param(law, marks=[pytest.mark.slow] * (law in LONGEST)) for law in LAWS])
+def test_law_of_findings(law: str, row: str, tmp_path: Path) -> None:
+    arguments = (tmp_path,) if law == "resumed_equals_unbroken" else ()
+    LAWS[law](FINDINGS[row], *arguments)
+
+
+def test_the_column_of_findings_is_another_problem() -> None:
+    """Else it would show nothing that the other columns do not."""
+    for name in ("fedavg", "scaffold"):
+        assert not torch.equal(reference(FINDINGS[name])["vector"], reference(ROWS[name])["vector"])
 
 
 def statistics_are_kept_or_averaged(row: Row) -> None:

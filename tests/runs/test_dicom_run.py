@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -30,9 +31,11 @@ from fedgraft.deploy.preflight import collect_preflight
 from fedgraft.runs import checkpoint
 from fedgraft.runs.loop import run
 
+WIDTH = int(os.environ.get("FEDGRAFT_PLANTED_WIDTH", "0"))
+"""A wider network and more rounds, for looking through more bytes: 64 makes over 100 MB (docs/clinics.md)."""
 RUN = [
-    CNN,
-    "rounds.total=2",
+    f"model.name=cnn:width={WIDTH},size=16" if WIDTH else CNN,
+    "rounds.total=8" if WIDTH else "rounds.total=2",
     "rounds.fraction=1.0",
     "local.steps=2",
     "local.batch_size=8",

@@ -10,15 +10,21 @@ import pytest
 import torch
 from sklearn import metrics as reference
 from tests.support.errors import raises
+from tests.support.toy import ToyNetwork
 
 import fedgraft as fg
 from fedgraft.client.actions.evaluation import without_small_findings
+from fedgraft.client.context import ClientContext
 from fedgraft.core.label_sets import UNKNOWN, image_losses, label_losses, logit_errors
+from fedgraft.core.messages import Request
+from fedgraft.core.space import select
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.fisher import logit_gradients
 from fedgraft.local.losses import LossContext, cross_entropy, one_vs_all
 from fedgraft.metrics import label_metrics, label_scores, sums
-from fedgraft.metrics.scores import EDGES, merge_scores
+from fedgraft.metrics.label_scores import EDGES
+from fedgraft.metrics.scores import merge_scores
+from fedgraft.runs import head_init
 
 CNN = "cnn:width=4,size=16"
 NAMES = ("edema", "mass", "nodule")
@@ -431,6 +437,52 @@ def test_thresholds_come_from_validation_and_the_exported_model_says_the_same(tm
         export_run(tmp_path / "run", tmp_path / "edit", "edit")
     measured = evaluate_run(tmp_path / "run")
     assert measured.metrics["auroc"].value == pytest.approx(summary["metrics"]["auroc"]["value"])  # type: ignore[union-attr]
+
+
+def ridge_is_that_of_the_known_labels() -> None:
+    """The ridge head of each finding is the one of the images alone that say it, by the textbook formula."""
+    network = ToyNetwork()
+    network.label_sets = True
+    draw = torch.Generator().manual_seed(2)
+    features = torch.randn(90, network.width, generator=draw)
+    labels = torch.randint(-1, 2, (90, 3), generator=draw)
+    labels[:, 0] = labels[:, 0].abs()  # one finding that every image says
+    rows = {0: torch.arange(50), 1: torch.arange(50, 90)}
+    examples = FeatureExamples(features, labels, network.depth)
+    context = ClientContext(network, select(network, lambda name: True), examples, rows.__getitem__, 0)
+
+    class Summing:
+        """What `Sums` does in the clear."""
+
+        def ask(self, action: Any, settings: Any = None) -> dict[str, torch.Tensor]:
+            total: dict[str, torch.Tensor] = {}
+            for client in rows:
+                request = Request("toy", -1, client, action.name, settings=settings or {})
+                action.validate(request, None, context)
+                response, _ = action.work(request, None, context, {})
+                assert action.implausible(response) == ""
+                for name, tensor in response.sums.items():
+                    total[name] = total.get(name, 0) + tensor
+            return total
+
+    scorer = head_init.LocalScorer(features, labels)
+    head, penalty = head_init.ridge_head(Summing(), 0.1, scorer)  # type: ignore[arg-type]
+    assert penalty == 0.1
+    for finding in range(3):
+        known = labels[:, finding] != UNKNOWN
+        z = torch.cat([features[known].double(), torch.ones(int(known.sum()), 1)], 1)
+        damping = 0.1 * (z[:, :-1] ** 2).sum(0).mean() * torch.eye(z.shape[1], dtype=torch.float64)
+        damping[-1, -1] = 0
+        expected = torch.linalg.solve(z.T @ z + damping, z.T @ (labels[known, finding].double() - 0.5))
+        torch.testing.assert_close(head[finding], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_ridge_leaves_unknown_labels_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    ridge_is_that_of_the_known_labels()
+    whole = lambda sums, statistics: statistics["gram"].expand(3, -1, -1).clone()  # noqa: E731
+    monkeypatch.setattr(head_init, "known_grams", whole)  # as it was: an unknown label was a target of zero
+    with pytest.raises(AssertionError):
+        ridge_is_that_of_the_known_labels()
 
 
 def test_thresholds_are_those_of_the_largest_youden_index() -> None:

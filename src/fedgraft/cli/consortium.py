@@ -121,20 +121,13 @@ def worth(
     import rich
 
     import_runtime()
-    from fedgraft.config.load import from_folder
     from fedgraft.consortium import worth as gains
     from fedgraft.report import display
 
     provided = _named_runs(also or [])
-    metrics = metric
-    if not metrics:
-        select = from_folder(run).select
-        if select == "accuracy":
-            select = "balanced_accuracy"
-        metrics = [select]
     with display.LiveProgress(rich.get_console()) as live:
         folders = gains.make_missing(run, provided, lambda: live, live.print_line)
-    results = gains.compare_models(folders, metrics)
+    results = gains.compare_models(folders, metric or ())
     page = gains.write_worth(out or run / "worth", results, run.name)
     for name, sites in results.items():
         echo(gains.summary_line(sites, name))

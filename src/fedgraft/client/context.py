@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import Bound, EditSpace, select
 from fedgraft.local.features import feature_batches as look_through
 from fedgraft.local.progress import TrainingProgress
+from fedgraft.metrics.subgroups import Subgroups
 
 if TYPE_CHECKING:
     from fedgraft.client.history import ModelHistory
@@ -69,6 +71,12 @@ class ClientContext:
     """This machine's secret for the noise on representations that clients send; empty: noise comes from the seed."""
     progress: Callable[[str], TrainingProgress] | None = None
     """Where the progress of a training is kept, by its purpose; None: an interrupted request begins anew."""
+    subgroups: tuple[Subgroups, ...] = ()
+    """The columns and values by which the config tells metrics of test images."""
+    test_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """These columns of the rows of `tests`, by name."""
+    smallest_group: int = 5
+    """Fewest images of a subgroup that metrics are told of."""
     class_counts: Tensor | None = None
     """Training images of each class over all clients, where the loss or the sampling asks for them."""
     _bound: dict[str, Bound] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -118,6 +119,11 @@ def _fit(
     progress = None
     if context.progress is not None:
         progress = context.progress(purpose)
+    records = None
+    if algorithm.privacy.records is not None:
+        model = hashlib.sha256(fetch(bound.values).numpy().tobytes()).hexdigest()
+        where = "\x1f".join(map(str, (request.run, model, *place)))
+        records = algorithm.privacy.records.training(len(training_rows), local, where, context.seed, context.noise_key)
     return train(
         context.network,
         bound,
@@ -133,6 +139,7 @@ def _fit(
         _optimizer_state(algorithm, memory),
         context.class_counts,
         progress,
+        records,
     )
 
 

@@ -17,7 +17,7 @@ from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
 
 HEAD_ACTIONS = {
-    "ridge": ("statistics",),
+    "ridge": ("statistics", "unknown_statistics"),
     "probe": ("statistics", "head_gradient"),
     "ncm": ("class_sums",),
     "cof": ("class_sums",),
@@ -44,6 +44,8 @@ def clear_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     actions = []
     if not algorithm.privacy.collects_sum:
         actions.append("count")
+        if config.metrics_by:
+            actions.append("subgroup_scores")
     if config.personal.evaluate != "never":
         actions.append("evaluate")
     if "own_mask" in algorithm.trainable.asks:
@@ -79,6 +81,8 @@ def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
             actions.append("scores" if has_metrics else "counts")
     elif scores_head or measures:
         actions.append("count")
+    if config.metrics_by and config.rounds.test:
+        actions.append("subgroup_scores")
     if config.personal.evaluate != "never":
         actions.append("evaluate")
     return (*actions, *HEAD_ACTIONS[head], *algorithm.trainable.asks)

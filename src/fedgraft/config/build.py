@@ -12,6 +12,7 @@ from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import by_examples, uniform
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.config.load import Config
+from fedgraft.config.options import DifferentialPrivacyTable
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
@@ -28,7 +29,8 @@ from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
 from fedgraft.privacy.accounting import Budget, distributed_noise_for, noise_for
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, check_combination, secret_key, simulation_key
-from fedgraft.privacy.protection import DifferentialPrivacy, private, secure
+from fedgraft.privacy.protection import DifferentialPrivacy, private, record_private, secure
+from fedgraft.privacy.records import RecordPrivacy
 
 # ---- the network --------------------------------------------------------------------------------------------------
 
@@ -339,6 +341,8 @@ def _with_privacy(config: Config, algorithm: Algorithm) -> Algorithm:
     table = privacy.dp
     if table is None:
         return algorithm
+    if table.unit == "record":
+        return _with_record_privacy(config, table, algorithm)
     check_private(config, algorithm)
     if table.epsilon is None and table.noise is None:
         raise FedgraftError(
@@ -367,11 +371,32 @@ def _with_privacy(config: Config, algorithm: Algorithm) -> Algorithm:
     return private(algorithm, dp)
 
 
+def _with_record_privacy(config: Config, table: DifferentialPrivacyTable, algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm whose clients clip and noise the gradient of each image."""
+    _check_answers(config, algorithm)
+    if table.adaptive or table.noise_source != "server":
+        option = "adaptive" if table.adaptive else "noise_source"
+        raise FedgraftError(
+            "E-CONFIG-DP-RECORDS",
+            f"privacy.dp.{option} is about noise on a sum of updates, and with unit='record' every client adds its own",
+            "leave it out",
+            option=option,
+        )
+    if config.model.dropout:
+        raise _not_covered("model.dropout", "model.dropout has no gradient of each image", "set model.dropout=0")
+    record = RecordPrivacy(
+        config.rounds.total, table.clip, table.epsilon, table.noise, private_delta(config), table.secret
+    )
+    return record_private(algorithm, record)
+
+
 def private_delta(config: Config) -> float:
     """Return the delta of the privacy accounting: as set, else 1e-5, or a tenth of 1 / clients if that is less."""
     privacy = config.privacy.dp
     if privacy is not None and privacy.delta is not None:
         return privacy.delta
+    if privacy is not None and privacy.unit == "record":
+        return 1e-5
     return min(1e-5, 0.1 / config.partition.clients)
 
 
@@ -381,6 +406,12 @@ def check_private(config: Config, algorithm: Algorithm) -> None:
     if Capability.CLIENT_WEIGHTS in algorithm.weighting.requires:
         weighting = algorithm.weighting.name
     check_combination(weighting, config.rounds.sampling, private_delta(config), config.partition.clients)
+    _check_answers(config, algorithm)
+    _check_mechanism(config, algorithm)
+
+
+def _check_answers(config: Config, algorithm: Algorithm) -> None:
+    """Raise for what asks clients for numbers about their images that no noise covers."""
     if config.makes_head:
         raise _not_covered(
             "model.head",
@@ -409,7 +440,6 @@ def check_private(config: Config, algorithm: Algorithm) -> None:
             f"{algorithm.name} is computed from sums of the clients' data",
             "choose an algorithm that trains in rounds",
         )
-    _check_mechanism(config, algorithm)
 
 
 def _not_covered(option: str, reason: str, hint: str) -> FedgraftError:

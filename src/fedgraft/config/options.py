@@ -95,12 +95,19 @@ class CompressionTable(Section):
 
 
 class DifferentialPrivacyTable(Section):
-    """Client-level differential privacy. Give a target epsilon, or the noise itself."""
+    """Differential privacy of clients or of their images. Give a target epsilon, or the noise itself."""
 
+    unit: Literal["client", "record"] = Field(
+        "client",
+        description="what is protected: a client with all its images, or each single image (record: every client clips "
+        "and noises the gradient of each image)",
+    )
     epsilon: float | None = Field(None, gt=0, description="the run stops before it would exceed this")
     noise: float | None = Field(None, gt=0, description="noise multiplier; default: that which the target needs")
-    delta: float | None = Field(None, gt=0, lt=1, description="default: 1e-5; at most a tenth of 1 / clients")
-    clip: float = Field(1.0, gt=0, description="largest norm of a client's update")
+    delta: float | None = Field(
+        None, gt=0, lt=1, description="default: 1e-5; at most a tenth of 1 / clients, or images"
+    )
+    clip: float = Field(1.0, gt=0, description="largest norm of a client's update, or of an image's gradient")
     adaptive: bool = Field(False, description="let the bound follow the median of the norms")
     noise_source: Literal["server", "distributed"] = Field(
         "server",
@@ -121,9 +128,12 @@ class PrivacyTable(Section):
     threshold: int | None = Field(None, ge=2, description="secure: shares needed to undo a lost client's masks")
     degree: int | None = Field(None, ge=2, description="secure: others that hold a client's shares, in large cohorts")
     smallest_group: int = Field(
-        5, ge=1, description="secure: fewest images of a class at a client that its sums of scores are about"
+        5,
+        ge=1,
+        description="fewest images of a subgroup (metrics_by) that metrics are told of; secure: of a class at a client "
+        "that its sums of scores are about",
     )
-    dp: DifferentialPrivacyTable | None = Field(None, description="client-level differential privacy (a table)")
+    dp: DifferentialPrivacyTable | None = Field(None, description="differential privacy (a table)")
     aggregation: Literal["clear", "secure"] = Field(
         "clear", description="secure: the server sees only the sum of the updates"
     )
@@ -158,6 +168,11 @@ class Config(Section):
     seed: int = Field(0, ge=0)
     metrics: tuple[MetricName, ...] = Field(
         (), description="what is measured at the end, by class and client, each with a 95 % interval (docs/metrics.md)"
+    )
+    metrics_by: tuple[str, ...] = Field(
+        (),
+        description="columns of the data by whose values the metrics are told too, such as sex; where only nodes have "
+        "images with the values: sex=F|M; groups smaller than privacy.smallest_group are withheld",
     )
     select: str = Field(
         "accuracy", description="the metric on validation images that chooses the best round; of one class: f1:CLASS"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.config.load import Config, to_toml
+from fedgraft.core.label_sets import are_label_sets
 from fedgraft.core.protocols import Examples
 from fedgraft.core.store import write_text
 from fedgraft.data.examples import ImageExamples
@@ -71,7 +72,7 @@ def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, sh
 def measure_attacked(setup: RunSetup, opened: OpenRun) -> dict[str, float | None]:
     """Measure the model that is loaded in the network: return its test accuracy and the trigger's success rate.
     The success rate ("backdoor") is the share of marked test images of other classes that get the target class; None
-    without pixels to mark.
+    without pixels to mark, and of sets of findings.
     """
     tests = opened.context.tests
     task = setup.task
@@ -80,7 +81,7 @@ def measure_attacked(setup: RunSetup, opened: OpenRun) -> dict[str, float | None
     images = task.test_images
     setup.cache_features(tests, rows)
     numbers: dict[str, float | None] = {"accuracy": evaluate(task.network, tests, rows).accuracy, "backdoor": None}
-    if isinstance(images, ImageExamples):
+    if isinstance(images, ImageExamples) and not are_label_sets(images.labels):
         target = Trigger().target
         others = (images.labels != target).nonzero().view(-1)[:_MARKED_IMAGES]
         marked = _marked(task, images, tests.entry)

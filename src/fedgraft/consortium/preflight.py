@@ -28,12 +28,14 @@ from fedgraft.config.federate import federate, open_data
 from fedgraft.config.options import Config
 from fedgraft.consortium.site_faults import Finding, SiteFacts, findings
 from fedgraft.consortium.small_counts import hide_small
+from fedgraft.core.files import nearest_existing
 from fedgraft.core.progress import counted
 from fedgraft.core.store import write_text
 from fedgraft.core.text import markdown_cell
+from fedgraft.data.cache_limit import cache_dir
 from fedgraft.data.pixels.rule import FORMATS, Slice, Source, Unreadable, Window, decode_image, open_original
 from fedgraft.data.pixels.scans import is_scan, scan_facts
-from fedgraft.data.pixels.store import ImageStore, cache_dir
+from fedgraft.data.pixels.store import ImageStore
 from fedgraft.data.sources.assemble import Dataset
 from fedgraft.report import html
 from fedgraft.report.preflight_view import preflight_sections, range_text
@@ -157,7 +159,7 @@ def site_facts(
         "windows": hide_small(windows, minimum),
         **_brightness(readable),
         "versions": _versions(),
-        "disk_gb": round(shutil.disk_usage(_existing(cache_dir())).free / 1e9, 1),
+        "disk_gb": round(shutil.disk_usage(nearest_existing(cache_dir())).free / 1e9, 1),
         "policy": rules is not None,
         "rules": dict(rules or {}),
     }
@@ -345,13 +347,6 @@ def _range(values: Sequence[int]) -> list[int]:
     if not values:
         return []
     return [int(np.min(values)), int(np.median(values)), int(np.max(values))]
-
-
-def _existing(path: Path) -> Path:
-    """Return the path or its nearest parent that exists."""
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def rows_by_site(dataset: Dataset) -> tuple[list[str], list[list[np.ndarray]]]:

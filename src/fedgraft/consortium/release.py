@@ -307,12 +307,13 @@ def _privacy_checks(summary: Mapping[str, Any], rules: ReleaseRules) -> list[Che
     if rules.epsilon is None:
         return []
     account = summary.get("privacy")
-    required = f"epsilon at most {rules.epsilon:g}, per client"
+    required = f"epsilon at most {rules.epsilon:g}"
     if account is None:
         return [Check("differential privacy", ALL_SITES, "no noise was added", required, Verdict.FAIL)]
     spent = float(account["epsilon"])
     verdict = Verdict.PASS if spent <= rules.epsilon else Verdict.FAIL
-    return [Check("differential privacy", ALL_SITES, f"epsilon {format_epsilon(spent)}", required, verdict)]
+    measured = f"epsilon {format_epsilon(spent)} per {account['unit']}"
+    return [Check("differential privacy", ALL_SITES, measured, required, verdict)]
 
 
 def _site_checks(answers: Answers, rules: ReleaseRules) -> list[Check]:
@@ -372,9 +373,9 @@ def _facts(
     if account is None:
         facts["differential privacy"] = "none: no noise was added"
     else:
+        unit = "image of a client" if account["unit"] == "record" else "client with all of its images"
         facts["differential privacy"] = (
-            f"epsilon {format_epsilon(account['epsilon'])} at delta {account['delta']:.3g}; the unit is one "
-            "client with all of its images"
+            f"epsilon {format_epsilon(account['epsilon'])} at delta {account['delta']:.3g}; the unit is one {unit}"
         )
         outside = account.get("not_covered") or []
         outside = [*outside, "the figures of this page, which are counts about training images without noise"]

@@ -16,7 +16,7 @@ found_at_one_percent = 0.1 # share of the training images found at a false alarm
 memorised = 0.3            # accuracy on training images of rare classes minus that on test images
 verified_log = true        # the signed log of the rounds must match the folder
 smallest_site = 0          # least training images of a site
-# epsilon = 8.0            # where the run must be private: at most this, per client
+# epsilon = 8.0            # where the run must be private: at most this, for its unit (privacy.dp.unit)
 # gain = 0.0               # where `fedgraft worth` was run: no site may lose more than this share of its metric
 """
 

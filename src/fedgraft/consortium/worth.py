@@ -29,7 +29,8 @@ from fedgraft.core.store import write_text
 from fedgraft.core.text import markdown_cell
 from fedgraft.local.forward_memory import images_at_once
 from fedgraft.metrics import raw
-from fedgraft.metrics.metrics import ERRORS, Metric, check_metric
+from fedgraft.metrics.metrics import ERRORS, Metric
+from fedgraft.metrics.sums import check_metric
 from fedgraft.report import html, worth_view
 from fedgraft.runs import checkpoint
 from fedgraft.runs.centralized import as_central
@@ -191,13 +192,19 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
 def compare_models(folders: Mapping[str, Path], metrics: Sequence[str], draws: int = 1000) -> dict[str, list[Site]]:
     """Return by metric every site with the metric of every model and the gain of the federated one over its own.
 
-    `folders` are the run folders by model, `draws` the resamples of the bootstrap.
+    `folders` are the run folders by model, `draws` the resamples of the bootstrap. Without `metrics` it is the one that
+    chose the best round, instead of accuracy the balanced one, of findings the AUROC.
     """
     setup = setup_of(from_folder(folders[FEDERATED]), for_training=False)
     data = setup.task.data
     classes = data.dataset.classes
+    if not metrics:
+        select = setup.config.select
+        if select == "accuracy":
+            select = "auroc" if data.label_sets else "balanced_accuracy"
+        metrics = [select]
     for metric in metrics:
-        check_metric(metric, classes)
+        check_metric(metric, classes, data.label_sets)
     clients = [client for client in setup.federation.members if len(data.test_rows(client))]
     rows = [torch.empty(0, dtype=torch.int64)] * data.clients
     for client in clients:

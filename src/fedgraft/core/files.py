@@ -140,15 +140,20 @@ def flatten(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
 def check_place(path: Path, option: str) -> None:
     """Raise an error if a folder could not be created or written to; nothing is created.
 
     `option` is the option by which the user can choose another place, for the hint.
     """
-    existing = path
-    for existing in (path, *path.absolute().parents):
-        if existing.exists():
-            break
+    existing = nearest_existing(path)
     if not existing.is_dir():
         reason = "it is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):

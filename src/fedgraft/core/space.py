@@ -272,6 +272,18 @@ class Bound:
             tensor.grad = None
         return self._gradient
 
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that hold trained coordinates, by name."""
+        return {part.name: self._tensors[part.name] for part in self.space.parts}
+
+    def coordinates(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the trained coordinates of several images' tensors by name, (b, *shape) each, as rows (b, trained)."""
+        columns = []
+        for part, _, _ in self.space.trained_ranges:
+            flat = tensors[part.name].flatten(1)
+            columns.append(flat if part.index is None else flat[:, self._index[part.name]])
+        return torch.cat(columns, 1)
+
     @torch.no_grad()
     def pull_buffers(self) -> None:
         """Read the buffers (batch-norm statistics) of the network into the tail of `values`."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import make_private_folder
+from fedgraft.core.files import make_private_folder, nearest_existing
 
 LIMIT = "FEDGRAFT_CACHE_LIMIT"
 """The environment variable with the bound."""
@@ -108,10 +108,7 @@ def cache_limit(used: int) -> int:
     """Return the bytes that the cache may take; `used` are those that it takes now."""
     text = os.environ.get(LIMIT)
     if not text:
-        place = cache_dir().absolute()
-        while not place.exists():
-            place = place.parent
-        return int(_SHARE * (shutil.disk_usage(place).free + used))
+        return int(_SHARE * (shutil.disk_usage(nearest_existing(cache_dir())).free + used))
     match = re.fullmatch(r"\s*([0-9.]+)\s*(MB|GB|TB)\s*", text, re.IGNORECASE)
     try:
         if match is None:

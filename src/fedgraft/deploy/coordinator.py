@@ -356,7 +356,8 @@ def with_clients(config: Config, nodes: int, names: Sequence[str] = ()) -> Confi
     table = config.table | {"partition": partition}
     dp = config.privacy.dp
     hidden = config.privacy.aggregation == "secure"
-    if dp is not None and hidden and not dp.adaptive and "noise_source" not in dp.model_fields_set:
+    sums_noise = dp is not None and dp.unit == "client" and not dp.adaptive
+    if dp is not None and sums_noise and hidden and "noise_source" not in dp.model_fields_set:
         noise = config.table["privacy"]["dp"] | {"noise_source": "distributed"}  # nobody has to be trusted with it
         table["privacy"] = config.table["privacy"] | {"dp": noise}
     return validate(table)

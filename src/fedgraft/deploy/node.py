@@ -81,7 +81,7 @@ class NodeRun:
         if worker_request.data:
             data = own_data(config, worker_request.source, worker_request.data, worker_request.classes)
         self.setup = setup_of(config, data, for_training=False)
-        self.account = account_of_run(self.config)
+        self.account = account_of_run(self.config, len(self.setup.task.data.rows(self.client)), self.client)
         self.opened: OpenRun | None = None
         self.first_model: Tensor | None = None
         """The model before the first round, once the edit space is open."""
@@ -309,9 +309,17 @@ def division_of(config: Config) -> str:
     return hashlib.sha256(json.dumps(division).encode()).hexdigest()[:16]
 
 
-def account_of_run(config: Config) -> tuple[float, float] | None:
-    """Return epsilon and delta of a whole run of this config; None if it has no differential privacy."""
-    account = budget(config, build_algorithm(config), config.rounds.total)
+def account_of_run(config: Config, images: int, client: int) -> tuple[float, float] | None:
+    """Return epsilon and delta of a whole run of this config for a client; None if it has no differential privacy.
+
+    Of an account of records they depend on how many training `images` the client has.
+    """
+    algorithm = build_algorithm(config)
+    record = algorithm.privacy.records
+    if record is not None:
+        own = record.account(images, algorithm.local.of(client))
+        return own.epsilon(config.rounds.total), own.delta
+    account = budget(config, algorithm, config.rounds.total)
     if account is None:
         return None
     return account.epsilon, account.delta

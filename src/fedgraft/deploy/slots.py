@@ -17,7 +17,7 @@ from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import BadMessage, Request, unpack
 from fedgraft.core.store import write_atomic
-from fedgraft.data.pixels.store import cache_dir
+from fedgraft.data.cache_limit import cache_dir
 from fedgraft.engines.flower.node_link import WorkerRequest
 
 _OTHER_SLOT = {"a": "b", "b": "a"}

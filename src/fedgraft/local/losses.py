@@ -80,6 +80,8 @@ class Loss:
     """What it requires of the other slots: `TRAINED_BODY` if it compares features, `FIXED_COORDINATES` if it stores a
     model from round to round, `CLASS_COUNTS` if it reads `LossContext.federation`, `ONE_CLASS` if it has no meaning for
     label sets."""
+    per_record: bool = False
+    """The loss of a batch is the mean over its images of a loss that depends on nothing else of the client's data."""
     provides: ClassVar[Capabilities] = NOTHING
 
     @property
@@ -118,7 +120,8 @@ def cross_entropy(label_smoothing: Rest = 0.0, class_weights: Literal["own", "fe
     needs: set[Capability] = {Capability.ONE_CLASS}
     if from_federation:
         needs.add(Capability.CLASS_COUNTS)
-    return Loss("cross_entropy", begin, smoothing=smoothing, needs=frozenset(needs))
+    is_plain = class_weights is None
+    return Loss("cross_entropy", begin, smoothing=smoothing, needs=frozenset(needs), per_record=is_plain)
 
 
 def known_counts(context: LossContext, federation: bool) -> Tensor:
@@ -187,7 +190,7 @@ def one_vs_all(label_smoothing: Rest = 0.0, positives: Literal["own", "federatio
     needs = NOTHING
     if from_federation:
         needs = frozenset({Capability.CLASS_COUNTS})
-    return Loss("one_vs_all", begin, needs=needs)
+    return Loss("one_vs_all", begin, needs=needs, per_record=positives is None)
 
 
 def for_label_sets(loss: Loss) -> Loss:

@@ -22,10 +22,12 @@ from fedgraft.core.ranges import Count, Positive
 from fedgraft.local.compiled import stepping
 from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.loss_scale import LossScale
-from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
+from fedgraft.local.losses import Look, Loss, LossContext, Value, balancing, cross_entropy, known_counts
 from fedgraft.local.mixing import mix
 from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, new_state, sgdm, state_on, typed_optimizer
 from fedgraft.local.progress import Snapshot, TrainingProgress, resumable
+from fedgraft.local.record_gradients import RecordSpace, record_gradients
+from fedgraft.privacy.records import RecordSteps, clipped_sum
 
 
 class Grouped(Protocol):
@@ -55,6 +57,8 @@ class Flat(Grouped, Protocol):
 
     def push(self) -> None: ...
     def pull_buffers(self) -> None: ...
+    def trained_tensors(self) -> dict[str, Tensor]: ...
+    def coordinates(self, tensors: Mapping[str, Tensor]) -> Tensor: ...
 
 
 LARGEST_RATE = 1e4
@@ -282,6 +286,7 @@ def train(
     state: OptimizerState | None = None,
     counts: Tensor | None = None,
     progress: TrainingProgress | None = None,
+    records: RecordSteps | None = None,
 ) -> Trained:
     """Train the flat vector, and with it the network, on these rows in place; buffers are read back at the end.
 
@@ -297,6 +302,7 @@ def train(
         state: the optimizer's state of the last round, which is changed in place; None: a new one.
         counts: images of each class over all clients, where loss or sampling needs them.
         progress: where it is saved now and then; a training that was interrupted continues to the same bits.
+        records: draws batches, and clips and noises the gradient of every image (record-level privacy); None: neither.
 
     A batch of one image (a client with one image, or the last batch of an epoch) can leave a batch-norm layer with a
     single value per channel, which has no variance. Such a layer then normalises with its running statistics and does
@@ -337,7 +343,10 @@ def train(
             flat.load(snapshot.values)
             done = snapshot.step
             skipped = snapshot.skipped
-    row_batches = with_prefetch(examples, batches(rows, rule, shuffle, chances))
+    drawn_batches = batches(rows, rule, shuffle, chances)
+    if records is not None:
+        drawn_batches = (records.batch(rows, step) for step in range(records.steps))
+    row_batches = with_prefetch(examples, drawn_batches)
     steps = counted("training", row_batches, rule.steps_for(len(rows)), "steps")
     for step, batch in enumerate(steps):
         if step < done:
@@ -346,6 +355,12 @@ def train(
             flat.pull_buffers()
             present = Snapshot(step, flat.values, states, augment, losses, rates, skipped, loss_scale)
             progress.save(present.to_tensors())
+        if records is not None:
+            gradient, batch_loss = _private_gradient(network, flat, value, examples, batch, augment, records, step)
+            losses.append(batch_loss)
+            rates.append(_take_step(rule, groups, values, gradient, context, rule.rate(lr(step), len(rows)), step))
+            flat.push()
+            continue
         inputs = inputs_on(device, examples, batch, augment)
         labels = device.put(examples.labels[batch])
         with device.autocast(rule.amp), lone_values_by_running_statistics(network, len(batch)):
@@ -364,15 +379,7 @@ def train(
                 continue
             gradient = scaled_gradient
         losses.append(batch_loss.detach())
-        rule.correction.adjust(gradient, values, context)
-        if rule.clip is not None:
-            clip_(gradient, rule.clip)
-        rate = rule.rate(lr(step), len(rows))
-        for group in groups:
-            if group.trains_in(step, len(rule.turns)):
-                piece = group.piece
-                rule.optimizer.step(values[piece], gradient[piece], group.state, rate * group.factor)
-        rates.append(rate)
+        rates.append(_take_step(rule, groups, values, gradient, context, rule.rate(lr(step), len(rows)), step))
         flat.push()
     flat.pull_buffers()
     effective_steps = effective_steps_of(rule, rates)
@@ -390,6 +397,49 @@ def train(
     return Trained(
         new_state, mean_loss, len(losses), effective_steps, closing, nonfinite + skipped, retried, trained_values
     )
+
+
+def _take_step(
+    rule: LocalTraining,
+    groups: Sequence[ParameterGroup],
+    values: Tensor,
+    gradient: Tensor,
+    context: Mapping[str, Tensor],
+    rate: float,
+    step: int,
+) -> float:
+    """Correct and clip the gradient, step the values in place, and return the rate; `context` is the correction's."""
+    rule.correction.adjust(gradient, values, context)
+    if rule.clip is not None:
+        clip_(gradient, rule.clip)
+    for group in groups:
+        if group.trains_in(step, len(rule.turns)):
+            piece = group.piece
+            rule.optimizer.step(values[piece], gradient[piece], group.state, rate * group.factor)
+    return rate
+
+
+def _private_gradient(
+    network: Network,
+    flat: RecordSpace,
+    value: Value,
+    examples: Examples,
+    batch: Tensor,
+    augment: torch.Generator,
+    records: RecordSteps,
+    step: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the noised mean of the clipped gradients of a batch's images, and their mean loss (0 without images)."""
+    device = Device.of(network)
+    total = torch.zeros(flat.trained, dtype=torch.float64, device=device.torch_device)
+    loss_sum = torch.zeros((), device=device.torch_device)
+    if len(batch):
+        inputs = inputs_on(device, examples, batch, augment)
+        labels = device.put(examples.labels[batch])
+        for gradients, losses in record_gradients(network, flat, value, inputs, labels, examples.entry):
+            total += clipped_sum(gradients, records.clip)
+            loss_sum += losses.sum()
+    return records.noised(total, step), loss_sum / max(1, len(batch))
 
 
 def _fetch_results(values: Tensor, losses: list[Tensor]) -> tuple[Tensor, float, int]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.metrics import intervals
-from fedgraft.metrics.label_scores import FALSE_NEGATIVE, FALSE_POSITIVE, TRUE_NEGATIVE, TRUE_POSITIVE
+from fedgraft.metrics.label_scores import EDGES, FALSE_NEGATIVE, FALSE_POSITIVE, TRUE_NEGATIVE, TRUE_POSITIVE
 from fedgraft.metrics.metrics import (
     Array,
     Metric,
@@ -30,16 +31,15 @@ from fedgraft.metrics.metrics import (
     ratio,
     share,
 )
-from fedgraft.metrics.scores import EDGES
 
 SPECIFICITIES = {"sensitivity_at_80": 0.80, "sensitivity_at_90": 0.90, "sensitivity_at_95": 0.95}
 """Sensitivities at a specificity of at least so much."""
 BY_FINDING_ONLY = ("sensitivity", "specificity")
 """Metrics that have no value over all findings."""
-BY_FINDING = (*BY_FINDING_ONLY, "f1", "auroc", "average_precision", *SPECIFICITIES)
+BY_FINDING = (*BY_FINDING_ONLY, "f1", "auroc", "average_precision", *SPECIFICITIES, "calibration_error")
 """Metrics that each finding has, as `name:finding`."""
 MICRO = ("auroc_micro", "average_precision_micro")
-NAMES = ("accuracy", *BY_FINDING, *MICRO, "calibration_error", "log_loss")
+NAMES = ("accuracy", *BY_FINDING, *MICRO, "log_loss")
 """The metrics of label sets. `accuracy` is the share of images whose known labels are all right at one half."""
 
 
@@ -51,8 +51,8 @@ def metric_arrays(sums: Mapping[str, Array]) -> dict[str, Array]:
     present = hits + outcomes[FALSE_NEGATIVE]
     absent = outcomes[TRUE_NEGATIVE] + outcomes[FALSE_POSITIVE]
     images, right = sums["matches"]
-    _, probability, found = sums["calibration"]
-    known = sums["calibration"][0].sum()
+    known, probability, found = sums["calibration"]  # (C, 15) each
+    gaps = np.abs(probability - found).sum(1)
     by_finding = {
         "sensitivity": ratio(hits, present),
         "specificity": ratio(outcomes[TRUE_NEGATIVE], absent),
@@ -68,13 +68,14 @@ def metric_arrays(sums: Mapping[str, Array]) -> dict[str, Array]:
         "accuracy": ratio(right, images),
         "auroc_micro": area(*pooled)[0],
         "average_precision_micro": average_precision(*pooled)[0],
-        "calibration_error": ratio(np.abs(probability - found).sum(), known),
+        "calibration_error": ratio(np.abs(probability.sum(0) - found.sum(0)).sum(), known.sum()),
         "log_loss": ratio(sums["loss"][0], images),
     }
     for name, numbers in by_finding.items():
         values[f"{name}:"] = numbers
         if name not in BY_FINDING_ONLY:
             values[name] = mean_defined(numbers)
+    values["calibration_error:"] = ratio(gaps, known.sum(1))
     return values
 
 
@@ -157,7 +158,10 @@ def best_thresholds(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[st
 
 
 def compute(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Metric | None]:
-    """Return every metric by its name, those of one finding as `name:finding`; None: undefined for these images."""
+    """Return every metric by its name, those of one finding as `name:finding`; None: undefined for these images.
+
+    The `n` of a finding's metric are the known labels behind it, of any other the images.
+    """
     arrays = as_numpy(sums)
     if arrays["outcomes"].shape[1] != len(names) or len(set(names)) != len(names):
         raise FedgraftError(
@@ -172,7 +176,11 @@ def compute(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Metri
     metrics |= _outcome_metrics(arrays["outcomes"], values, names)
     negative, positive = arrays["histogram"]
     metrics |= _ranking_metrics(negative, positive, values, names)
-    metrics |= _error_metrics(arrays, values)
+    metrics |= _error_metrics(arrays, values, names)
+    images = int(arrays["matches"][0])
+    for name, metric in metrics.items():
+        if metric is not None and ":" not in name:
+            metrics[name] = replace(metric, n=images)
     return metrics
 
 
@@ -277,16 +285,28 @@ def _means(
     return {name: mean} | by_class_name(name, metrics, defined, names)
 
 
-def _error_metrics(sums: Mapping[str, Array], values: Mapping[str, Array]) -> dict[str, Metric | None]:
-    """Return the expected calibration error over all known labels, and the mean loss of an image."""
+def _error_metrics(
+    sums: Mapping[str, Array], values: Mapping[str, Array], names: Sequence[str]
+) -> dict[str, Metric | None]:
+    """Return the expected calibration error, of all known labels and of each finding, and the mean loss of an image."""
     images = int(sums["matches"][0])
-    known = int(sums["calibration"][0].sum())
-    metrics: dict[str, Metric | None] = {"calibration_error": None, "log_loss": None}
-    if known:
-        low, high = intervals.calibration_error(*sums["calibration"])
-        metrics["calibration_error"] = Metric(float(values["calibration_error"]), low, high, known, "%")
+    calibration = sums["calibration"]  # (3, C, 15)
+    metrics: dict[str, Metric | None] = {"log_loss": None}
+    metrics["calibration_error"] = _calibration_metric(calibration.sum(1), float(values["calibration_error"]))
+    for finding, name in enumerate(names):
+        value = float(values["calibration_error:"][finding])
+        metrics[f"calibration_error:{name}"] = _calibration_metric(calibration[:, finding], value)
     if images:
         loss_sum, square_sum = sums["loss"].tolist()
         loss_low, loss_high = intervals.mean_interval(loss_sum, square_sum, images)
         metrics["log_loss"] = Metric(float(values["log_loss"]), loss_low, loss_high, images, "nats")
     return metrics
+
+
+def _calibration_metric(bins: Array, value: float) -> Metric | None:
+    """Return an expected calibration error with its interval from its bins (3, 15), None without a known label."""
+    known = int(bins[0].sum())
+    if not known:
+        return None
+    low, high = intervals.calibration_error(*bins)
+    return Metric(value, low, high, known, "%")

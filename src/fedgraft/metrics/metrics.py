@@ -172,9 +172,12 @@ def as_numpy(sums: Mapping[str, Tensor]) -> dict[str, Array]:
 
 
 def reliability(sums: Mapping[str, Tensor]) -> list[ReliabilityBin]:
-    """Return the reliability curve: the bins of confidence that have images, in order."""
+    """Return the reliability curve: the bins of confidence that have images, in order; of findings all together."""
+    bins = sums["calibration"].cpu().double().numpy()
+    if bins.ndim == 3:  # (3, C, 15): of each finding
+        bins = bins.sum(1)
     curve = []
-    for n, confidence_sum, correct in sums["calibration"].cpu().double().numpy().T:
+    for n, confidence_sum, correct in bins.T:
         accuracy = share(correct, n)
         if accuracy is not None:
             curve.append(ReliabilityBin(float(confidence_sum / n), accuracy))
@@ -203,7 +206,7 @@ def chosen_value(values: Mapping[str, float], metric: str) -> float:
             "choose another metric",
             metric=metric,
         )
-    if metric in ERRORS:
+    if metric.partition(":")[0] in ERRORS:
         return -value
     return value
 

@@ -6,32 +6,42 @@ operating characteristic curves (1988).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedgraft.core.label_sets import ABSENT, PRESENT, are_label_sets
 from fedgraft.core.rng import numpy_stream
-from fedgraft.metrics import scores
+from fedgraft.metrics import label_metrics, scores
+from fedgraft.metrics.label_scores import count_label_scores
 from fedgraft.metrics.metrics import UNITS, Array, Metric, auroc_metrics, compute, metric_arrays
 
 
 def exact(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Metric | None]:
     """Return every metric of these predictions, with the AUROC of the scores themselves, ties counted as half.
 
-    `logits` are (n, C), `names` the classes. The interval of the mean AUROC is narrower than from histograms: here the
-    covariance of the classes is known.
+    `logits` are (n, C), `names` the classes or findings. The interval of the mean AUROC is narrower than from
+    histograms: here the covariance of the classes is known.
     """
-    metrics = compute(scores.count_scores(logits, labels, len(names)), names)
-    positive = (labels.cpu()[:, None] == torch.arange(len(names))).numpy()  # (n, C)
-    sides = np.stack([(~positive).sum(0), positive.sum(0)])
+    if are_label_sets(labels):
+        metrics = label_metrics.compute(count_label_scores(logits, labels), names)
+        positive = (labels == PRESENT).cpu().numpy()  # (n, C)
+        negative = (labels == ABSENT).cpu().numpy()
+        score = logits.cpu().double().nan_to_num(0.0).numpy()
+    else:
+        metrics = compute(scores.count_scores(logits, labels, len(names)), names)
+        positive = (labels.cpu()[:, None] == torch.arange(len(names))).numpy()
+        negative = ~positive
+        score = scores.log_odds(logits).numpy()
+    sides = np.stack([negative.sum(0), positive.sum(0)])
     defined = sides.min(0) > 0
-    log_odds = scores.log_odds(logits).numpy()
     area = np.empty(defined.sum())
-    influence = np.empty((defined.sum(), len(labels)))
-    for i, class_number in enumerate(np.flatnonzero(defined)):
-        area[i], influence[i] = auroc_influence(log_odds[:, class_number], positive[:, class_number])
+    influence = np.zeros((defined.sum(), len(labels)))  # 0 for an image that does not say the finding
+    for i, number in enumerate(np.flatnonzero(defined)):
+        known = positive[:, number] | negative[:, number]
+        area[i], influence[i, known] = auroc_influence(score[known, number], positive[known, number])
     covariance = influence @ influence.T
     return metrics | auroc_metrics(area, np.zeros(len(area)), sides, covariance, names)
 
@@ -66,22 +76,38 @@ def paired_bootstrap(
     if n:
         for _ in range(draws):
             samples.append(stream.integers(0, n, n))
-    first_values = _values_by_sample(scores.score_images(first, labels, len(names)), samples, names)
-    second_values = _values_by_sample(scores.score_images(second, labels, len(names)), samples, names)
+    first_values = _values_by_sample(first, labels, samples, names)
+    second_values = _values_by_sample(second, labels, samples, names)
     differences = {}
     for name in first_values:
         differences[name] = _difference(first_values[name] - second_values[name], n, name)
     return differences
 
 
-def _values_by_sample(images: scores.ImageScores, samples: Sequence[Array], names: Sequence[str]) -> dict[str, Array]:
-    """Return every metric (by name) on each sample of rows, (len(samples),) each; NaN where it is undefined."""
-    values: dict[str, list[float]] = {}
+def _sums_by_sample(
+    logits: Tensor, labels: Tensor, samples: Sequence[Array], classes: int
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the sums for metrics of each sample of rows."""
+    if are_label_sets(labels):
+        for sample in samples:
+            rows = torch.from_numpy(sample)
+            yield count_label_scores(logits[rows], labels[rows])
+        return
+    images = scores.score_images(logits, labels, classes)
     for sample in samples:
         rows = torch.from_numpy(sample)
         sampled = scores.ImageScores(*(tensor[rows] for tensor in images))
-        sums = scores.sum_scores(sampled, len(names))
-        for name, value in metric_arrays({key: tensor.numpy() for key, tensor in sums.items()}).items():
+        yield scores.sum_scores(sampled, classes)
+
+
+def _values_by_sample(
+    logits: Tensor, labels: Tensor, samples: Sequence[Array], names: Sequence[str]
+) -> dict[str, Array]:
+    """Return every metric (by name) on each sample of rows, (len(samples),) each; NaN where it is undefined."""
+    arrays_of = label_metrics.metric_arrays if are_label_sets(labels) else metric_arrays
+    values: dict[str, list[float]] = {}
+    for sums in _sums_by_sample(logits, labels, samples, len(names)):
+        for name, value in arrays_of({key: tensor.numpy() for key, tensor in sums.items()}).items():
             if not name.endswith(":"):
                 values.setdefault(name, []).append(float(value))
                 continue

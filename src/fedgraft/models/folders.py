@@ -209,10 +209,10 @@ def folder_facts(source: Path, name: str) -> SourceFacts:
     if Path(name).expanduser().exists():
         public_name = source.resolve().name
     licence = _licence(source / "README.md")
-    return SourceFacts(public_name, licence, preprocessor, source.is_dir(), _stored_class_names(source))
+    return SourceFacts(public_name, licence, preprocessor, source.is_dir(), stored_class_names(source))
 
 
-def _stored_class_names(source: Path) -> tuple[str, ...]:
+def stored_class_names(source: Path) -> tuple[str, ...]:
     """Return the names that a folder's config.json gives to its outputs, in their order; empty if it names none.
 
     `LABEL_0`, `LABEL_1`, ... are transformers' words for outputs without names.

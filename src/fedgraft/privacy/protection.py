@@ -1,4 +1,4 @@
-"""Privacy strategies: `Clear`, `Secure`, `Private`, `SecureAndPrivate`.
+"""Privacy strategies: `Clear`, `Secure`, `Private`, `SecureAndPrivate`, `RecordPrivate`, `SecureRecordPrivate`.
 
 A strategy says how a round is collected, how it advances, what is recorded and what is allowed. Other rooms call it for
 the behaviour they need; none of them takes it apart. `secure` and `private` put an algorithm under a strategy; they
@@ -35,6 +35,7 @@ from fedgraft.privacy.dp import (
     clip,
     sensitivity,
 )
+from fedgraft.privacy.records import RECORDS_NOT_COVERED, RecordPrivacy
 from fedgraft.privacy.secagg.keys import SecureRefusal
 from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import LARGEST_RING, Ring, Segment, Words
@@ -312,7 +313,12 @@ class Clear:
 
     @property
     def noise(self) -> DifferentialPrivacy | None:
-        """The mechanism whose account is kept; None: there is no noise."""
+        """The mechanism whose account is kept; None: there is no noise on updates."""
+        return None
+
+    @property
+    def records(self) -> RecordPrivacy | None:
+        """What clients do to the gradient of each image; None: nothing."""
         return None
 
 
@@ -350,6 +356,49 @@ class Secure(Clear):
     def identity_words(self) -> list[str]:
         """Return ["secure"]: sums are rounded to fixed-point numbers."""
         return ["secure"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordPrivate(Clear):
+    """Record-level differential privacy: every client clips and noises the gradient of each image as it trains."""
+
+    record: RecordPrivacy
+    name: ClassVar[str] = "record-level differential privacy"
+    instead: ClassVar[str] = "no privacy.dp"
+    requires: ClassVar[Capabilities] = frozenset({Capability.SEPARATE_CLIENTS, Capability.SAME_START})
+    # No numbers or tensors that are computed from images beside the update, which follows from noised gradients.
+    provides: ClassVar[Capabilities] = IN_THE_CLEAR - {
+        Capability.CLIENT_NUMBERS,
+        Capability.CLIENT_TENSORS,
+        Capability.CLASS_COUNTS,
+    }
+
+    delivers_best_round = False
+    answers_only_accounted = True
+    keeps_statistics_fixed = True  # statistics of a batch are not covered, and would mix its images
+
+    @property
+    def records(self) -> RecordPrivacy | None:
+        """The mechanism of every client."""
+        return self.record
+
+    def labels(self) -> list[str]:
+        """Return the names of the protections."""
+        return [*super().labels(), "noise on every image's gradient"]
+
+    def uncovered(self) -> list[str]:
+        """Return what the account does not cover."""
+        return list(RECORDS_NOT_COVERED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureRecordPrivate(RecordPrivate, Secure):
+    """Both: what clients send follows from noised gradients, and the server opens only the sum of it."""
+
+    name: ClassVar[str] = "secure aggregation with record-level differential privacy"
+    instead: ClassVar[str] = "privacy.aggregation='clear' and no privacy.dp"
+    requires: ClassVar[Capabilities] = RecordPrivate.requires | Secure.requires
+    provides: ClassVar[Capabilities] = RecordPrivate.provides & Secure.provides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -563,7 +612,9 @@ def secure(
     current = algorithm.privacy
     options = SumOptions(limit, threshold, degree, smallest_group)
     strategy: Privacy
-    if isinstance(current, Private):
+    if isinstance(current, RecordPrivate):
+        strategy = SecureRecordPrivate(links=current.links, sum_options=options, record=current.record)
+    elif isinstance(current, Private):
         kind = SharedNoise if current.dp.distributed else SecureAndPrivate
         strategy = kind(links=current.links, sum_options=options, dp=current.dp)
     else:
@@ -578,6 +629,8 @@ def private(algorithm: Algorithm, dp: DifferentialPrivacy) -> Algorithm:
     link = dp.link()
     current = algorithm.privacy
     strategy: Privacy
+    if current.records is not None:
+        raise _two_units()
     if current.collects_sum:
         kind = SharedNoise if dp.distributed else SecureAndPrivate
         strategy = kind(links=(link,), sum_options=current.sum_options, dp=dp)
@@ -591,6 +644,56 @@ def private(algorithm: Algorithm, dp: DifferentialPrivacy) -> Algorithm:
         strategy = Private(links=(link,), dp=dp)
     other_links = [old_link for old_link in algorithm.update if old_link not in current.links]
     return replace(algorithm, privacy=strategy, update=(*other_links, link))
+
+
+def record_private(algorithm: Algorithm, record: RecordPrivacy) -> Algorithm:
+    """Return the algorithm under record-level differential privacy; refuse what noise on gradients does not cover."""
+    current = algorithm.privacy
+    if current.noise is not None:
+        raise _two_units()
+    reason = _uncovered_part(algorithm)
+    if reason:
+        raise FedgraftError(
+            "E-PRIVACY-RECORDS",
+            f"under privacy.dp.unit='record' {reason}, which noise on gradients does not cover",
+            "leave it out, or take fedavg with plain local training",
+            algorithm=algorithm.name,
+        )
+    kind = SecureRecordPrivate if current.collects_sum else RecordPrivate
+    strategy = kind(links=current.links, sum_options=current.sum_options, record=record)
+    return replace(algorithm, privacy=strategy)
+
+
+def _two_units() -> FedgraftError:
+    """Return the error about both kinds of differential privacy at once."""
+    return FedgraftError(
+        "E-PRIVACY-UNITS",
+        "differential privacy of records and of clients are two mechanisms with two accounts",
+        "set privacy.dp.unit to one of them",
+    )
+
+
+def _uncovered_part(algorithm: Algorithm) -> str:
+    """Return what of an algorithm uses images past the noised gradients, as part of a sentence; "" if nothing does."""
+    local = algorithm.local
+    state = algorithm.client_state
+    if not algorithm.loss.per_record:
+        return f"the loss {algorithm.loss.name} of an image depends on other images or models"
+    if local.sampling != "uniform":
+        return f"local.sampling={local.sampling!r} draws images by their labels"
+    if local.mixes:
+        return "local.mixup and local.cutmix mix images"
+    if local.amp is not None or local.compile:
+        return "local.amp and local.compile have no gradient of each image"
+    if state.private is not None or state.second_model is not None or state.start is not None or state.aside:
+        return f"a client of {algorithm.name} keeps a model of its own, for which it trains on the same images"
+    if Capability.PERSONAL_MODELS in algorithm.provides:
+        return f"{algorithm.name} makes a model for each client from what their images look like"
+    if algorithm.wants:
+        return f"clients of {algorithm.name} send observations of their images"
+    if algorithm.closed_form or algorithm.trainable.scores_data:
+        return f"{algorithm.name} as configured asks for sums over the images"
+    return ""
 
 
 def _require_algorithm(algorithm: Any) -> None:

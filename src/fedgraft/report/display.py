@@ -178,7 +178,10 @@ def protection_rows(privacy: Mapping[str, Any]) -> dict[str, str]:
         f"epsilon {format_epsilon(privacy['epsilon'])} at delta {privacy['delta']:.2g} for each {privacy['unit']}"
     )
     rows = {"privacy": guarantee}
-    rows["  if cohorts are known"] = f"epsilon {format_epsilon(privacy['epsilon_without_amplification'])}"
+    known = "  if cohorts are known"
+    if privacy["unit"] == "record":
+        known = "  if draws are known"
+    rows[known] = f"epsilon {format_epsilon(privacy['epsilon_without_amplification'])}"
     if privacy["repeatable_noise"]:
         rows["  REPEATABLE"] = "for experiments: noise and cohorts follow from the seed and protect nobody"
     first, *others = privacy["not_covered"]
@@ -208,6 +211,8 @@ def print_results(console: Console, title: str, summary: Mapping[str, Any]) -> N
     if private:
         _print_note(console, summary)
     _print_clients(console, summary.get("clients") or {})
+    for column, groups in (summary.get("subgroups") or {}).items():
+        _print_clients(console, {value: cells or {} for value, cells in groups.items()}, label(column))
 
 
 def _test_rows(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -277,10 +282,10 @@ def _print_note(console: Console, summary: Mapping[str, Any]) -> None:
         console.print(summary["note"], style="yellow", highlight=False, markup=False)
 
 
-def _print_clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print one row per client with its metrics on its own test images, for the first `CLIENTS` clients.
+def _print_clients(console: Console, clients: Mapping[str, Mapping[str, Any]], heading: str = "client") -> None:
+    """Print one row per client (or subgroup) with its metrics on its test images, for the first `CLIENTS` of them.
 
-    Metrics of single classes are in the report.
+    Metrics of single classes are in the report. `heading` is that of the first column.
     """
     keys: dict[str, None] = {}
     for values in clients.values():
@@ -289,7 +294,7 @@ def _print_clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -
                 keys[key] = None
     if not keys:
         return
-    table = Table("client", *map(label, keys), box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(escape(heading), *map(label, keys), box=box.SIMPLE_HEAD, pad_edge=False)
     first_clients = dict(list(clients.items())[:CLIENTS])
     columns = []
     for key in keys:

@@ -46,6 +46,46 @@ def by_class(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     return _with_same_columns(rows)
 
 
+def subgroups(summary: Mapping[str, Any]) -> list[Part]:
+    """Return the metrics by subgroup, for each column of `metrics_by` a table; then of each class or finding."""
+    parts: list[Part] = []
+    for column, groups in (summary.get("subgroups") or {}).items():
+        told = {value: cells for value, cells in groups.items() if cells is not None}
+        withheld = [value for value, cells in groups.items() if cells is None]
+        pooled_cells = {}
+        for value, cells in told.items():
+            pooled_cells[value] = {name: metric for name, metric in cells.items() if metric and ":" not in name}
+        rows = []
+        for value, texts in _columns(pooled_cells).items():
+            rows.append({label(column): value, **texts})
+        parts += [Texts([f"By {label(column)}"], "heading"), Grid(_with_same_columns(rows))]
+        parts.append(Grid(_by_class_and_group(told)))
+        if withheld:
+            parts.append(Texts([f"Withheld, because too few images are known: {', '.join(withheld)}."]))
+    return parts
+
+
+def _by_class_and_group(told: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row for each class or finding and a column for each group: the first metric that is told by class.
+
+    `told` are the metrics of each group by its value.
+    """
+    first = ""
+    for cells in told.values():
+        for name in cells:
+            if not first and ":" in name:
+                first = name.partition(":")[0]
+    if not first:
+        return []
+    rows: dict[str, dict[str, Any]] = {}
+    for value, cells in told.items():
+        chosen = {name: metric for name, metric in cells.items() if name.startswith(f"{first}:")}
+        for name, text in zip(chosen, metric_column(list(chosen.values())), strict=True):
+            class_name = name.partition(":")[2]
+            rows.setdefault(class_name, {})[value] = text
+    return _with_same_columns([{label(first): name, **texts} for name, texts in rows.items()])
+
+
 def _columns(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return rows of metrics as rows of texts, each column with the same decimals."""
     keys: dict[str, None] = {}

@@ -36,7 +36,7 @@ from fedgraft.report.values import (
 )
 from fedgraft.report.worth_view import read_worth, worth_sections
 
-_SHOWN = ("metrics", "clients", "confusion", "reliability", "class_names")  # in tables of their own
+_SHOWN = ("metrics", "clients", "subgroups", "confusion", "reliability", "class_names")  # in tables of their own
 _WARNINGS = 50  # warnings of the log on the page
 HOLDINGS_FILE = "holdings.json"
 """Training images by client and class, where a run knows them: `counts`, `clients` and `classes`."""
@@ -118,6 +118,7 @@ def view_run(
         Section("Privacy account", [Charts(account_charts(read_account(folder.path)), "account")]),
         Section("On the test images", [Grid(tables.pooled(summary))], tab="classes"),
         Section("By class (images; 95 % interval)", [Grid(tables.by_class(summary))], tab="classes"),
+        Section("By subgroup (images; 95 % interval)", tables.subgroups(summary), tab="classes"),
         Section(confusion_title, tables.confusion(summary), tab="classes"),
         Section("Clients", clients, tab="clients"),
         Section("Data by client", tables.holdings(counts, holdings.classes, holdings.clients), tab="holdings"),

@@ -240,7 +240,7 @@ def run(
         schedule: the table of a config ({"kind": "cosine"}), or a function rate(round, rounds, validation_losses) of
             your own that returns the learning rate of a round, counted from 0
         options: other tables of a config by their names, such as personal={"evaluate": "best"},
-            data={"resize": "squash"}, select="f1:melanoma"
+            data={"resize": "squash"}, select="f1:melanoma", metrics_by=["sex"]
     """
     callbacks = as_callbacks(callbacks)
     if isinstance(algorithm, RunParts):

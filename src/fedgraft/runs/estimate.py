@@ -24,12 +24,13 @@ from fedgraft.algorithms.algorithm import vary
 from fedgraft.client.train import LocalOutcome, train_locally
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import nearest_existing
 from fedgraft.core.progress import phase
 from fedgraft.core.state import to_tensors
+from fedgraft.data.cache_limit import cache_dir
 from fedgraft.data.examples import FeatureExamples, ImageExamples
 from fedgraft.data.feature_cache import BLOCK, CachedExamples
 from fedgraft.data.pixels.on_demand import DecodedPixels
-from fedgraft.data.pixels.store import cache_dir
 from fedgraft.local.features import evaluate_batch
 from fedgraft.local.forward_memory import images_at_once
 from fedgraft.local.memory import one_thread
@@ -185,7 +186,7 @@ def require_room(estimate: Estimate, folder: Path) -> None:
 
 def require_disk(needed: int, place: Path, purpose: str) -> None:
     """Raise an error if the disk of the folder `place` has fewer than `needed` bytes free; `purpose` is for what."""
-    free = shutil.disk_usage(_existing_parent(place)).free
+    free = shutil.disk_usage(nearest_existing(place)).free
     if needed > free:
         raise FedgraftError(
             "E-RUN-DISK",
@@ -452,11 +453,3 @@ def available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024 + resident_bytes()
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _existing_parent(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path

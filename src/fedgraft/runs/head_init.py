@@ -82,11 +82,51 @@ def ridge_head(sums: Sums, penalty: float | None, scorer: HeadScorer) -> tuple[T
     """
     statistics = sums.ask(action_named("statistics"))
     penalties = GRID if penalty is None else (penalty,)
-    absent = statistics.get("absent")
-    heads = [(solve(statistics["gram"], statistics["cross"], value, absent), value) for value in penalties]
-    if absent is not None:
-        return least_loss(heads, scorer)
+    if "absent" in statistics:
+        grams = known_grams(sums, statistics)
+        return least_loss([(solve_findings(grams, statistics, value), value) for value in penalties], scorer)
+    heads = [(solve(statistics["gram"], statistics["cross"], value), value) for value in penalties]
     return strongest_penalty(heads, scorer)
+
+
+def known_grams(sums: Sums, statistics: Mapping[str, Tensor]) -> Tensor:
+    """Return ZᵀZ over the images whose label is known, for each finding, (classes, width + 1, width + 1).
+
+    Where some images do not say a finding, the clients are asked for their sum; else nothing more is asked.
+    """
+    gram = statistics["gram"]
+    known = statistics["cross"][-1] + statistics["absent"][-1]  # images by finding
+    unknown = (gram[-1, -1] - known).round()
+    grams = gram.expand(len(known), *gram.shape).clone()
+    findings = [finding for finding, count in enumerate(unknown.tolist()) if count]
+    if not findings:
+        return grams
+    names = ",".join(map(str, findings))
+    silent = sums.ask(action_named("unknown_statistics"), settings={"findings": names})["gram"]
+    if not torch.allclose(silent[:, -1, -1], unknown[findings], rtol=0, atol=0.5):
+        log.warning("ridge head: a client was lost between two sums, so an unknown finding counts as half present")
+        return grams
+    grams[findings] -= silent
+    return grams
+
+
+def solve_findings(grams: Tensor, statistics: Mapping[str, Tensor], penalty: float) -> Tensor:
+    """Return the ridge head of sets of findings, (classes, width + 1): each finding's from the images that say it.
+
+    Targets are ±1/2. `grams` are those of `known_grams`; λ is `penalty` times the mean feature energy of these images,
+    and the bias is not penalised. A finding that no image says has zeros.
+    """
+    difference = (statistics["cross"] - statistics["absent"]) / 2  # (width + 1, classes)
+    rows = []
+    for finding, gram in enumerate(grams):
+        width = len(gram) - 1
+        if not float(gram[-1, -1]):
+            rows.append(torch.zeros(width + 1, dtype=gram.dtype))
+            continue
+        damping = torch.eye(width + 1, dtype=gram.dtype) * penalty * gram.diagonal()[:width].mean()
+        damping[width, width] = 0
+        rows.append(torch.linalg.solve(gram + damping, difference[:, finding]))
+    return torch.stack(rows)
 
 
 def least_loss(heads: Sequence[tuple[Tensor, float]], scorer: HeadScorer) -> tuple[Tensor, float]:
@@ -127,19 +167,16 @@ def strongest_penalty(heads: Sequence[tuple[Tensor, float]], scorer: HeadScorer)
     return _largest_penalty(good_enough)
 
 
-def solve(gram: Tensor, cross: Tensor, penalty: float, absent: Tensor | None = None) -> Tensor:
+def solve(gram: Tensor, cross: Tensor, penalty: float) -> Tensor:
     """Return the ridge head (ZᵀZ + λI)⁻¹ ZᵀY on centred targets, (classes, width + 1).
 
-    `gram` is ZᵀZ, `cross` ZᵀY; λ is `penalty` times the mean feature energy, and the bias is not penalised. For label
-    sets `absent` is Zᵀ of the absent findings; targets are ±1/2, and 0 where it is unknown whether a finding is there.
+    `gram` is ZᵀZ, `cross` ZᵀY; λ is `penalty` times the mean feature energy, and the bias is not penalised.
     """
     width = len(gram) - 1
     energy = gram.diagonal()[:width].mean()
     damping = torch.eye(width + 1, dtype=gram.dtype) * penalty * energy
     damping[width, width] = 0
     targets = cross.clone()
-    if absent is not None:
-        return torch.linalg.solve(gram + damping, (targets - absent) / 2).T
     targets -= gram[:, -1:] / cross.shape[1]  # labels become ±: one-hot minus 1/C, so that unseen classes stay at rest
     return torch.linalg.solve(gram + damping, targets).T
 

@@ -56,7 +56,7 @@ from fedgraft.server.round import RoundSummary, run_round
 
 log = logging.getLogger("fedgraft")
 
-UNMEASURED = ("E-SERVER-SUM-ABORTED", "E-SERVER-SUM-COHORT")
+SUM_NOT_OPENED = ("E-SERVER-SUM-ABORTED", "E-SERVER-SUM-COHORT")
 """Codes of errors after which a round has no measurement: clients that were in earlier secure sums are not there."""
 
 Build = Callable[[bytes], tuple[RunSetup, Remote | None]]
@@ -466,7 +466,7 @@ class _Run:
         try:
             measurement = self.measure.validation(state.vector, state.round)
         except FedgraftError as error:
-            if error.code not in UNMEASURED:
+            if error.code not in SUM_NOT_OPENED:
                 raise
             log.warning("round %d is not measured: %s", state.round, error)
             return state
@@ -500,7 +500,7 @@ class _Run:
             try:
                 tested = self.measure.summarise_test(delivered, state.round)
             except FedgraftError as error:
-                if error.code not in UNMEASURED:
+                if error.code not in SUM_NOT_OPENED:
                     raise
                 log.warning("the delivered model is not tested: %s", error)
         lines = self.record.metrics()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedgraft.algorithms.algorithm import has_one_model
 from fedgraft.client.actions import action_named
+from fedgraft.client.actions import subgroups as subgroup_actions
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Examples
@@ -25,6 +26,7 @@ from fedgraft.core.state import ServerState
 from fedgraft.metrics import label_metrics, metrics, scores
 from fedgraft.metrics import sums as metric_sums
 from fedgraft.metrics.evaluate import Evaluation, evaluate_with_sums, evaluation_of
+from fedgraft.metrics.subgroups import Subgroups, group_sums, parse_all, values_of
 from fedgraft.runs.head_init import mean_counts, no_images_error, sum_counts
 from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.setup import RunSetup
@@ -135,9 +137,52 @@ class Measure:
         if self.metric_names:
             summary["metrics"] = report(measurement.sums, self.metric_names, self.classes)
             summary |= tables(measurement.sums, self.metric_names)
+            if self.setup.config.metrics_by:
+                summary["subgroups"] = self.subgroups(vector, round)
             summary["select"] = self.setup.config.select
             summary["class_names"] = list(self.classes)
         return summary
+
+    def subgroups(self, vector: Tensor, round: int) -> dict[str, dict[str, Any]]:
+        """Return the metrics on the test images by column of `metrics_by` and value; None for a group withheld.
+
+        `round` is as in `summarise_test`. Where clients hold the images, they send the sums of each group.
+        """
+        setup = self.setup
+        blind = setup.task.data.blind
+        told: dict[str, dict[str, Any]] = {}
+        for place, groups in enumerate(parse_all(setup.config.metrics_by)):
+            if blind:
+                number = round * len(setup.config.metrics_by) + place
+                settings = subgroup_actions.settings_of(groups)
+                candidates = setup.federation.evaluated
+                clients = [client for client in candidates if setup.federation.takes_part(client, round)]
+                if setup.algorithm.privacy.collects_sum:  # over the same clients as the other sums about these images
+                    clients = list(self.in_sums.get("test", tuple(clients)))
+                sums = self.hidden_sums(vector, number, "test", clients, subgroup_actions.NAME, settings)
+                parts = subgroup_actions.split_groups(sums)
+            else:
+                groups, parts = self._subgroups_here(vector, groups)
+            cells: dict[str, Any] = {}
+            for value, part in zip(groups.values, parts, strict=True):
+                cells[value] = None
+                if metric_sums.images_in(part):
+                    cells[value] = report(part, self.metric_names, self.classes)
+            told[groups.column] = cells
+        return told
+
+    def _subgroups_here(self, vector: Tensor, groups: Subgroups) -> tuple[Subgroups, list[dict[str, Tensor]]]:
+        """Return the groups with their values, and the sums of each on the test images that the server has."""
+        setup = self.setup
+        context = self.opened.context
+        tests = context.tests
+        assert tests is not None
+        context.load_model(vector)
+        cells = context.test_columns[groups.column]
+        groups = values_of(groups, cells)
+        rows = torch.arange(len(tests.labels))
+        smallest = setup.config.privacy.smallest_group
+        return groups, group_sums(context.network, tests, rows, cells, groups, smallest, setup.threads)
 
     def thresholds(self, vector: Tensor) -> dict[str, Any]:
         """Return the probabilities above which the model says each finding, chosen on the validation images.
@@ -310,16 +355,23 @@ class Measure:
         return measurement
 
     def hidden_sums(
-        self, vector: Tensor, number: int, split: str, clients: Sequence[int], action: str = "scores"
+        self,
+        vector: Tensor,
+        number: int,
+        split: str,
+        clients: Sequence[int],
+        action: str = "scores",
+        settings: Mapping[str, Scalar] | None = None,
     ) -> dict[str, Tensor]:
-        """Return what a secure sum over these clients says of a model: the sums of `metrics.scores`, or of counts.
+        """Return what a sum over these clients says of a model: the sums of `metrics.scores`, of counts, of subgroups.
 
-        `number` is that of the sum among those of its action; clients serve each number once.
+        It is a secure sum where the run has these. `number` is that of the sum among those of its action; clients serve
+        each number once. `settings` are those of the requests; None: the split alone.
         """
         setup = self.setup
         asking = Sums(self.engine.exchange, setup.federation.run, clients, setup.task.network, setup.algorithm.privacy)
         asking.sums_requested = number
-        sums = asking.ask(action_named(action), vector, {"split": split})
+        sums = asking.ask(action_named(action), vector, settings or {"split": split})
         self.in_sums[split] = asking.clients
         return sums
 

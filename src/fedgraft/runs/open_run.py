@@ -30,6 +30,7 @@ from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.federated import FederatedData
 from fedgraft.edit.trainable import TrainableSetup, layer_ranges
 from fedgraft.local.features import block_in_name, hidden, layer_names
+from fedgraft.metrics.subgroups import parse_all
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.setup import RunSetup
@@ -140,6 +141,9 @@ def open_run(
         origin=origin,
         sends_buffers=trainable.sends_buffers,
         held=lambda client: validation_rows,
+        subgroups=parse_all(config.metrics_by),
+        test_columns=task.data.dataset.test.columns,
+        smallest_group=config.privacy.smallest_group,
         class_counts=counts,
         policies=setup.policies,
     )

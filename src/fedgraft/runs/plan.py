@@ -16,7 +16,8 @@ from fedgraft.config.build import budget
 from fedgraft.config.load import Config
 from fedgraft.core.device import Device
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Payload, Response, wire_size
+from fedgraft.core.label_sets import UNKNOWN, are_label_sets
+from fedgraft.core.messages import Payload, Response, Scalar, wire_size
 from fedgraft.core.progress import phase
 from fedgraft.data.pixels.store import ImageStore
 from fedgraft.data.sources.assemble import Store
@@ -26,7 +27,8 @@ from fedgraft.report.values import clock, size
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.estimate import Estimate, estimate_run, require_room, require_room_for_models
 from fedgraft.runs.open_run import OpenRun, open_run
-from fedgraft.runs.reporting import setup_line
+from fedgraft.runs.reporting import images_of_clients, setup_line
+from fedgraft.runs.saving import records_account
 from fedgraft.runs.setup import SECRET_BYTES, Circumstances, RunParts, RunSetup, parts_from_config
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import sample as server
@@ -49,6 +51,10 @@ def check_setup(setup: RunSetup) -> None:
     if account is not None:
         with phase("privacy account"):
             account.check()
+    record = setup.algorithm.privacy.records
+    if record is not None:
+        with phase("privacy account of each client's images"):
+            records_account(setup.algorithm, setup.config.rounds.total, images_of_clients(setup))
     # Decodes the images, and refuses files that cannot be decoded.
     _ = setup.task.train_images
     _ = setup.task.test_images
@@ -185,14 +191,27 @@ def _message_bytes(setup: RunSetup, opened: OpenRun) -> tuple[int, int]:
     return wire_size(requests[0]), wire_size(response)
 
 
+def _unknown_findings(setup: RunSetup) -> list[int]:
+    """Return the numbers of the findings that some training images do not say, as far as they are known here."""
+    labels = setup.task.train_images.labels
+    if not are_label_sets(labels):
+        return []
+    return torch.nonzero((labels == UNKNOWN).any(0)).view(-1).tolist()
+
+
 def _head_bytes(setup: RunSetup) -> str:
     """Return what the sums that make the head take, if there are some: in a short run most of the traffic."""
     bytes_per_client = 0
     for action in HEAD_ACTIONS[setup.algorithm.closed_form or setup.config.head]:
         repetitions = 1
+        settings: dict[str, Scalar] = {}
         if action == "head_gradient":
             repetitions = setup.config.model.probe_steps
-        for field in action_named(action).summands(setup.task.network, {}).values():
+        if action == "unknown_statistics":
+            findings = _unknown_findings(setup)
+            repetitions = min(1, len(findings))
+            settings["findings"] = ",".join(map(str, findings or [0]))
+        for field in action_named(action).summands(setup.task.network, settings).values():
             bytes_per_client += repetitions * math.prod(field.shape) * field.dtype.itemsize
     if not bytes_per_client:
         return ""

@@ -33,6 +33,7 @@ from fedgraft.metrics.metrics import Metric
 from fedgraft.metrics.sums import compute, merge_sums
 from fedgraft.models.backbones import load_network
 from fedgraft.models.export import MULTI_LABEL, read_thresholds
+from fedgraft.models.folders import stored_class_names
 from fedgraft.models.network import VisionNetwork
 from fedgraft.report.values import label
 from fedgraft.runs.adapted import adapted
@@ -319,9 +320,8 @@ def predictor(source: Path | str, site: str = "") -> Predictor:
         )
     network = load_network(folder, None).place(choose_devices().first)
     config = json.loads((folder / "config.json").read_text())
-    labels = config.get("id2label", {})
     network.label_sets = config.get("problem_type") == MULTI_LABEL
-    classes = [labels.get(str(index), f"class {index}") for index in range(network.classes)]
+    classes = list(stored_class_names(folder)) or [f"class {index}" for index in range(network.classes)]
     transform = Transform(rule_for(network), (), tuple(network.mean), tuple(network.std))  # type: ignore[arg-type]
     return Predictor(network, classes, transform, read_thresholds(folder))
 

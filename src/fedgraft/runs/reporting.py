@@ -19,6 +19,7 @@ from fedgraft.data.federated import FederatedData
 from fedgraft.models.network import VisionNetwork
 from fedgraft.report.run_page import write_report
 from fedgraft.report.run_view import HOLDINGS_FILE, TRAINED_FILE
+from fedgraft.report.values import label
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.saving import Best, account_of, selected_score
@@ -138,15 +139,23 @@ def write_trained(folder: Path, network: VisionNetwork, space: EditSpace) -> Non
     write_text(folder / TRAINED_FILE, json.dumps({"layers": layers}) + "\n")
 
 
+def images_of_clients(setup: RunSetup) -> dict[str, int]:
+    """Return the training images of each client, by its name, as far as this machine knows them."""
+    names = setup.client_names
+    return {names[client]: images for client, images in setup.task.data.sizes_by_client().items()}
+
+
 FEW = 100
 """With fewer validation images, one more or less is over a point."""
 
 
-def note_of(start: float | None, best: Best, rounds: int, private: bool, images: int = 0) -> dict[str, str]:
+def note_of(
+    start: float | None, best: Best, rounds: int, private: bool, images: int = 0, select: str = "accuracy"
+) -> dict[str, str]:
     """Return {"note": a sentence for the first line of the result} where no round beat the start; {} where one did.
 
     `start` is the accuracy of the initial model, `private`: the model after the last round is delivered, `images` the
-    number of validation images, 0 where clients on other machines hold them.
+    number of validation images, 0 where clients on other machines hold them; `select` the metric that chooses.
     """
     if not rounds or start is None:
         return {}
@@ -158,6 +167,8 @@ def note_of(start: float | None, best: Best, rounds: int, private: bool, images:
     else:
         measured = " on validation images"
     result = f"no round beat the model that the run began with ({100 * start:.1f} %{measured})"
+    if select != "accuracy":
+        result = f"no round beat the model that the run began with by {label(select)} on validation images"
     delivered = "so that one is delivered"
     if private:
         delivered = f"which private training did not make, so the model after round {best.round} is delivered"
@@ -211,8 +222,8 @@ def summary_of(
         "learning_rate": algorithm.lr,
         "start": start,
         "data": facts_of(data),
-        **note_of(start, best, state.round, is_private, validation_images),
-        **account_of(config, algorithm, state.round, lines),
+        **note_of(start, best, state.round, is_private, validation_images, config.select),
+        **account_of(config, algorithm, state.round, lines, images_of_clients(setup)),
     }
     if not data.rows_known:
         summary["classes"] = list(data.dataset.classes)

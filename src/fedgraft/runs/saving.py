@@ -90,11 +90,23 @@ def protection_label(algorithm: Algorithm) -> str:
     return ", ".join(algorithm.privacy.labels()) or "none"
 
 
-def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def account_of(
+    config: Config,
+    algorithm: Algorithm,
+    rounds: int,
+    lines: Sequence[Mapping[str, Any]],
+    images: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
     """Return {"privacy": what `rounds` rounds have spent and what that does not cover}; {} without privacy noise.
 
-    `lines` are the recorded rounds, in which aborted secure sums are counted.
+    `lines` are the recorded rounds, in which aborted secure sums are counted; `images` are the training images of each
+    client that trains, by its name, which an account of records needs.
     """
+    if algorithm.privacy.records is not None:
+        of_records = records_account(algorithm, rounds, images or {})
+        if algorithm.privacy.collects_sum:
+            of_records["aborted"] = sum("aborted" in line for line in lines)
+        return {"privacy": of_records}
     account = budget(config, algorithm, rounds)
     if account is None or config.privacy.dp is None:
         return {}
@@ -114,3 +126,36 @@ def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequenc
     if algorithm.privacy.collects_sum:
         record["aborted"] = sum("aborted" in line for line in lines)
     return {"privacy": record}
+
+
+def records_account(algorithm: Algorithm, rounds: int, images: Mapping[str, int]) -> dict[str, Any]:
+    """Return what an account of records says of so many rounds: the largest epsilon, and that of each client.
+
+    Every client counts as taking part in every round. `images` are the clients' training images by name.
+    """
+    record = algorithm.privacy.records
+    assert record is not None
+    clients: dict[str, dict[str, Any]] = {}
+    for number, (name, count) in enumerate(images.items()):
+        account = record.account(count, algorithm.local.of(number))
+        clients[name] = {
+            "epsilon": account.epsilon(rounds),
+            "epsilon_without_amplification": account.unamplified(rounds),
+            "images": count,
+            "sampling": account.probability,
+            "noise": account.noise,
+            "steps": rounds * account.steps,
+        }
+    return {
+        "epsilon": max((client["epsilon"] for client in clients.values()), default=0.0),
+        "epsilon_without_amplification": max(
+            (client["epsilon_without_amplification"] for client in clients.values()), default=0.0
+        ),
+        "delta": record.delta,
+        "unit": "record",
+        "rounds": rounds,
+        "clip": record.clip,
+        "clients": clients,
+        "not_covered": algorithm.privacy.uncovered(),
+        "repeatable_noise": not record.secret,
+    }

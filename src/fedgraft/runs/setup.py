@@ -40,11 +40,12 @@ from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
 from fedgraft.local.compiled import require_compiler
 from fedgraft.local.losses import for_label_sets
+from fedgraft.metrics.subgroups import parse_all, values_of
 from fedgraft.metrics.sums import check_metric, check_metric_names
 from fedgraft.models.folders import EXPORTED
 from fedgraft.models.network import VisionNetwork
 from fedgraft.privacy.dp import simulation_key
-from fedgraft.privacy.protection import Private
+from fedgraft.privacy.protection import Private, RecordPrivate
 from fedgraft.runs.closed_form import refuse_hidden_cof
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.rates import head_curvature, with_default_rates
@@ -128,6 +129,7 @@ class RunSetup:
             _require_label_set_parts(config, algorithm)
         algorithm = _with_noise_key(algorithm, config, task.data, circumstances)
         if circumstances.for_training:
+            _require_subgroups(parts.config, parts.task.data)
             with phase("measuring the curvature of the head", minor=True):
                 curvature = head_curvature(task, algorithm)
             algorithm = with_default_rates(algorithm, curvature, from_random=config.head == "random")
@@ -417,6 +419,37 @@ def _require_metrics_and_clients(parts: RunParts) -> None:
         )
 
 
+def _require_subgroups(config: Config, data: FederatedData) -> None:
+    """Refuse `metrics_by` without metrics, of columns that the test images do not have, and of values nobody knows."""
+    if not config.metrics_by:
+        return
+    if not config.metrics:
+        raise FedgraftError(
+            "E-RUN-SUBGROUP-METRICS", "metrics_by tells metrics by subgroup, and metrics names none", "set metrics too"
+        )
+    for groups in parse_all(config.metrics_by):
+        if data.blind:
+            if not groups.values:
+                raise FedgraftError(
+                    "E-RUN-SUBGROUP-VALUES",
+                    f"the images are at the nodes, so metrics_by must say the values of {groups.column!r}",
+                    f"write metrics_by=['{groups.column}=VALUE|VALUE']",
+                    column=groups.column,
+                )
+            continue
+        if not data.others_known:
+            continue  # a node: it refuses the one request about a column that it does not have
+        columns = data.dataset.test.columns
+        if groups.column not in columns:
+            raise FedgraftError(
+                "E-RUN-SUBGROUP-COLUMN",
+                f"metrics_by names the column {groups.column!r}, which the test images do not have",
+                f"their columns are {', '.join(sorted(columns)) or 'none'}",
+                column=groups.column,
+            )
+        values_of(groups, columns[groups.column])
+
+
 def _require_label_set_parts(config: Config, algorithm: Algorithm) -> None:
     """Raise for a part or an option that needs one class per image, where the data has sets of findings."""
     obstacles = []
@@ -440,9 +473,10 @@ def _with_noise_key(
 ) -> Algorithm:
     """Return the algorithm with the key of its noise: from the run's secret, or from the seed for experiments."""
     dp = algorithm.privacy.noise
-    if dp is None:
+    record = algorithm.privacy.records
+    if dp is None and record is None:
         return algorithm
-    follows_secret = dp.bound_to_sum
+    follows_secret = dp.bound_to_sum if dp is not None else bool(record and record.secret)
     if circumstances.deployed and config.privacy.dp is not None and config.engine != "flower-sim":
         if data.blind:
             raise FedgraftError(
@@ -460,11 +494,14 @@ def _with_noise_key(
                 "run it in a folder (fg.run(..., folder=...)), or set privacy.dp.secret=false for an experiment",
             )
         key = _derived(circumstances.secret, "noise")
-    elif dp.key:
+    elif dp is not None and dp.key:
         key = dp.key
     else:
         key = simulation_key(config.seed)
-    assert isinstance(algorithm.privacy, Private)
+    if isinstance(algorithm.privacy, RecordPrivate):
+        keyed_record = algorithm.privacy.record.with_key(follows_secret, key)
+        return vary(algorithm, privacy=replace(algorithm.privacy, record=keyed_record))
+    assert isinstance(algorithm.privacy, Private) and dp is not None
     keyed = replace(dp, key=key, bound_to_sum=follows_secret)
     return vary(algorithm, privacy=replace(algorithm.privacy, dp=keyed))
 

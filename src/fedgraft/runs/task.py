@@ -13,10 +13,10 @@ from fedgraft.client.context import ClientContext
 from fedgraft.config.options import Config
 from fedgraft.core.protocols import Examples
 from fedgraft.core.space import select
+from fedgraft.data.cache_limit import cache_dir
 from fedgraft.data.examples import FeatureExamples, ImageExamples, examples_of
 from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.data.federated import FederatedData
-from fedgraft.data.pixels.store import cache_dir
 from fedgraft.data.pixels.transforms import Transform
 from fedgraft.models.network import VisionNetwork
 

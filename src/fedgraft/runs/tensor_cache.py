@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedgraft.core.store import digest_of_chunks, write_cached
-from fedgraft.data.pixels.store import cache_dir
+from fedgraft.data.cache_limit import cache_dir
 
 log = logging.getLogger("fedgraft")
 

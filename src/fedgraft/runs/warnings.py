@@ -117,7 +117,9 @@ def _dominant_noise(setup: RunSetup, opened: OpenRun) -> list[str]:
 def _repeatable_noise(setup: RunSetup) -> list[str]:
     """Return the warning of noise that anybody can compute from the seed."""
     dp = setup.algorithm.privacy.noise
-    if dp is None or dp.bound_to_sum:
+    record = setup.algorithm.privacy.records
+    follows_secret = (dp is None or dp.bound_to_sum) and (record is None or bool(record.secret))
+    if follows_secret:
         return []
     return [
         "REPEATABLE, FOR EXPERIMENTS: noise and cohorts follow from the public seed, so this epsilon protects "

@@ -154,11 +154,6 @@ def _run_routes(library: RunLibrary) -> list[Route]:
     ]
 
 
-def _matrix(library: RunLibrary, query: Any) -> dict[str, Any]:
-    """Return the matrix of a run and a round that a request names."""
-    return library.matrix(parameter(query, "run"), _number(query, "round"), query.get("kind", ""))
-
-
 def _get(path: str, answer: Callable[[Any], Any]) -> Route:
     """Return the route of an address whose answer is JSON; `answer` works in a thread and may raise for people."""
     from starlette.concurrency import run_in_threadpool

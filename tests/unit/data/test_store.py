@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.errors import raises
 
+from fedgraft.data.cache_limit import cache_dir
 from fedgraft.data.partition.split import largest_remainder, ranks_within, stratified_split
 from fedgraft.data.pixels.originals import file_identity
 from fedgraft.data.pixels.rule import PixelRule
-from fedgraft.data.pixels.store import cache_dir, make_store
+from fedgraft.data.pixels.store import make_store
 
 NAMES = ("cat", "dog")
 

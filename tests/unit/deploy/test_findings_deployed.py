@@ -47,13 +47,14 @@ def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for site in NAMES:
         (tmp_path / site).mkdir()
         columns = [name for name in FINDINGS if not (site == "east" and name == "framed")]
-        lines = [",".join(["image", *columns, "split", "group"])]
+        lines = [",".join(["image", *columns, "split", "group", "sex"])]
         for number in range(40):
             labels = stream.integers(0, 2, 3)
             picture(stream, labels).save(tmp_path / site / f"{number}.png")
             cells = [str(labels[FINDINGS.index(name)]) for name in columns]
             split = "test" if number >= 24 else "train"
-            lines.append(",".join([f"{number}.png", *cells, split, f"patient {number // 2}"]))
+            sex = "FM"[number // 2 % 2]
+            lines.append(",".join([f"{number}.png", *cells, split, f"patient {number // 2}", sex]))
         text = "\n".join(lines)
         if site == "east":  # a column that is empty everywhere
             header, *rows = text.split("\n")
@@ -78,7 +79,7 @@ def test_nodes_train_and_measure_on_their_own_findings(
     sites: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aggregation: str
 ) -> None:
     metrics = 'metrics=["accuracy","auroc","average_precision"]'
-    words = [*SMALL, "partition.clients=3", metrics, "privacy.smallest_group=1"]
+    words = [*SMALL, "partition.clients=3", metrics, "privacy.smallest_group=1", 'metrics_by=["sex=F|M|X"]']
     if aggregation == "secure":
         pytest.importorskip("cryptography")
         words.append("privacy.aggregation=secure")
@@ -87,6 +88,8 @@ def test_nodes_train_and_measure_on_their_own_findings(
     test = summary["test"]["metrics"] if "metrics" in summary["test"] else summary["metrics"]
     assert test["auroc:dark"]["value"] > 0.9
     assert test["auroc:framed"]["n"] == 32  # of two sites with 16 test images each
+    by_sex = summary["subgroups"]["sex"]
+    assert by_sex["X"] is None and by_sex["F"]["auroc:dark"]["n"] == by_sex["M"]["auroc:dark"]["n"] == 24
     assert set(summary["thresholds"]) == set(FINDINGS)
     if aggregation == "clear":
         own = summary["thresholds_by_site"]
@@ -130,6 +133,14 @@ def test_models_of_findings_are_evaluated_and_compared_on_nodes(
     names = {test["name"]: test["images"] for test in compared["pooled"]["by_finding"]}
     assert names["dark"] == 48 and names["framed"] <= 32  # findings of fewer than five images are left out
     json.dumps(compared)
+
+
+def test_values_of_subgroups_must_be_agreed_where_nodes_have_the_images(
+    sites: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(None, [*SMALL, "partition.clients=3", 'metrics=["auroc"]', 'metrics_by=["sex"]'])
+    with raises("E-RUN-SUBGROUP-VALUES"):
+        run_deployed(config, tmp_path / "run", nodes(config, tmp_path, monkeypatch, sites))
 
 
 def test_labels_of_another_kind_are_refused(sites: list[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.support.tiny import tiny
 
 from fedgraft.core.messages import Request
-from fedgraft.data.pixels.store import cache_dir
+from fedgraft.data.cache_limit import cache_dir
 from fedgraft.engines.in_process import InProcess
 from fedgraft.runs import open_run as opening_module
 from fedgraft.runs.engines import Engines

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.action import RunPhase, sum_action
 from fedgraft.client.context import ClientContext, pooled_batches
-from fedgraft.core.label_sets import ABSENT, PRESENT, are_label_sets, counts_of, logit_errors, loss_sum
+from fedgraft.core.errors import Refused
+from fedgraft.core.label_sets import ABSENT, PRESENT, UNKNOWN, are_label_sets, counts_of, logit_errors, loss_sum
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Network
 from fedgraft.privacy.secagg.ring import Summand
@@ -88,6 +90,57 @@ def _statistics_implausible(response: Response) -> str:
     if not bool((counts >= 0).all()) or not bool((diagonal >= 0).all()):
         return _WRONG_SUMS
     if not torch.allclose(gram, gram.T):
+        return _WRONG_SUMS
+    return ""
+
+
+# ---- what ridge regression needs of findings that some images do not say
+
+
+def unknown_statistics(request: Request, context: ClientContext) -> dict[str, Tensor]:
+    """Return {"gram": (findings, width + 1, width + 1)}: ZᵀZ over the images that do not say each finding asked.
+
+    Taken from the `gram` of `statistics` it leaves the sum over the images whose label is known.
+    """
+    network = context.network
+    findings = _findings_of(request.settings)
+    side = network.width + 1
+    gram = torch.zeros(len(findings), side, side, dtype=torch.float64)
+    for batch, labels in pooled_batches(context, context.rows(request.client)):
+        z = _with_ones(batch.double())
+        for place, finding in enumerate(findings):
+            silent = z[labels[:, finding] == UNKNOWN]
+            gram[place] += silent.T @ silent
+    network.eval()
+    return {"gram": gram}
+
+
+def _findings_of(settings: Mapping[str, Scalar]) -> list[int]:
+    """Return the numbers of the findings that a request names in its settings."""
+    return [int(number) for number in str(settings["findings"]).split(",")]
+
+
+def _unknown_statistics_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
+    side = network.width + 1
+    return {"gram": _linear_sum(len(_findings_of(settings)), side, side)}
+
+
+def _validate_findings(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+    """Refuse findings that this network does not have, or names twice, or classes."""
+    classes = context.network.classes
+    numbers = str(request.settings["findings"]).split(",")
+    allowed = [str(finding) for finding in range(classes)]
+    if not context.network.label_sets or [name for name in allowed if name in numbers] != numbers:
+        raise Refused("the request names findings that there are not here", "request")
+
+
+def _unknown_statistics_implausible(response: Response) -> str:
+    """Return what cannot be true of the sums, given the number of examples the client claims; "" if nothing."""
+    gram = response.sums["gram"]
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    counts = diagonal[:, -1]
+    possible = bool((counts % 1 == 0).all()) and bool((diagonal >= 0).all())
+    if not possible or float(counts.max()) > response.examples or not torch.allclose(gram, gram.transpose(1, 2)):
         return _WRONG_SUMS
     return ""
 
@@ -193,6 +246,16 @@ ACTIONS = [
         phase=RunPhase.HEAD,
         progress_label="head initialisation: sums over the features",
         implausible=_statistics_implausible,
+    ),
+    sum_action(
+        "unknown_statistics",
+        unknown_statistics,
+        _unknown_statistics_summands,
+        phase=RunPhase.HEAD,
+        progress_label="head initialisation: sums over the images that do not say a finding",
+        settings={"findings": str},
+        validate=_validate_findings,
+        implausible=_unknown_statistics_implausible,
     ),
     sum_action(
         "class_sums",

@@ -60,6 +60,8 @@ def update_response(
     if not algorithm.privacy.weighs_examples:
         # Losses and numbers of examples are not part of the privacy account: a private client keeps them to itself.
         return replace(response, examples=0, metrics={})
+    if algorithm.privacy.records is not None:  # no noise covers the losses; numbers of images are known to all
+        metrics = {}
     return replace(response, examples=len(context.rows(request.client)), metrics=metrics)
 
 

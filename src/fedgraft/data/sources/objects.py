@@ -30,13 +30,15 @@ def arrays(
     sites: Any = None,
     groups: Any = None,
     test: Sequence[Any] | None = None,
+    columns: Mapping[str, Any] | None = None,
     **options: Unpack[SourceOptions],
 ) -> Dataset:
     """Return a dataset of images and labels in memory: bytes (or these divided by 255), or a list of images.
 
-    Labels are names or numbers; `test` is (images, labels[, sites[, groups]]).
+    Labels are names or numbers; `test` is (images, labels[, sites[, groups[, columns]]]). `columns` say more of each
+    image by name, such as {"sex": [...]}, for `metrics_by`.
     """
-    parts = [_part_of_arrays(images, labels, sites, groups)]
+    parts = [_part_of_arrays(images, labels, sites, groups, columns)]
     if test is not None:
         parts.append(_part_of_arrays(*test))
     return assemble("arrays", parts, classes, **options)
@@ -93,9 +95,14 @@ def _parts_of_dict(data: Mapping[str, Any], test: Any) -> list[Any]:
     return [data["train"]]
 
 
-def _part_of_arrays(x: Any, y: Any, sites: Any = None, groups: Any = None) -> SourcePart:
-    """Return images `x` and labels `y` in memory as one part; images of one size stay an array."""
-    columns = {"site": sites, "group": groups}
+def _part_of_arrays(
+    x: Any, y: Any, sites: Any = None, groups: Any = None, more: Mapping[str, Any] | None = None
+) -> SourcePart:
+    """Return images `x` and labels `y` in memory as one part; images of one size stay an array.
+
+    `more` are further columns by name.
+    """
+    columns = {**(more or {}), "site": sites, "group": groups}
     if not hasattr(x, "shape"):
         return SourcePart(from_arrays([plain_image(image) for image in x]), y, columns)
     images = plain_image(x)
