@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedgraft.core.arguments import checked_call
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import derive
 from fedgraft.models import folders
@@ -48,6 +49,7 @@ _DEFAULTS: dict[str, dict[str, int | str]] = {
 }
 
 
+@checked_call("fg.model('nano')")
 def model(
     source: Any,
     classes: int | None = None,
