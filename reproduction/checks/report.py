@@ -159,7 +159,8 @@ def privacy_statements(kept: Kept) -> Iterator[str]:
     strict = kept.gap(cell.format(1000, "no noise"), cell.format(1000, "epsilon 1"))
     yield f"Epsilon 1 costs {strict:.1f} with 1,000 clients"
     clipped = "q5:clip_surface:clients=3000/clip alone/{}/{}"
-    yield f"ends 3,000 clients at {max(kept.mean(clipped.format(rate, '0.5'), 'last') for rate in ('0.1', '0.3')):.1f} %"
+    narrow = max(kept.mean(clipped.format(rate, "0.5"), "last") for rate in ("0.1", "0.3"))
+    yield f"ends 3,000 clients at {narrow:.1f} %"
     wide = max(kept.mean(clipped.format(rate, "4"), "last") for rate in ("0.1", "0.3", "1"))
     yield f"where a clip of 4 ends at {wide:.1f}"
 
