@@ -22,10 +22,8 @@ def main() -> None:
     result = fedgraft.evaluate(task.network, task.eval_images, rows)
     print(f"clients {summary.cohort}: {summary.record['bytes_up']:,} bytes up, {summary.record['bytes_down']:,} down")
     print(f"{run.space.trained:,} coordinates moved by {summary.record['update_norm']:.4f} in all")
-    print(
-        f"validation accuracy before: {100 * before.accuracy:.1f} %, loss {before.loss:.3f}; now loss {result.loss:.3f}"
-    )
-    print(f"validation accuracy after round {state.round}: {100 * result.accuracy:.1f} %")
+    print(f"validation accuracy before: {100 * before.accuracy:.1f} %, loss {before.loss:.3f}")
+    print(f"validation accuracy after round {state.round}: {100 * result.accuracy:.1f} %, loss {result.loss:.3f}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ with warnings.catch_warnings():  # typer's own import of click warns with some p
     from fedgraft.cli import main as cli
 
 PAGES = {"checklist.md": 229, "atoms.md": 148}
-"""The pages, and how many rows each has."""
+"""The pages, and how many rows each has at least."""
 ASSIGNMENT = r"[a-z_]+(?:\.[a-z_0-9]+)*=\S+"
 OWN_FILES = ("FILE", "FOLDER", "RUN", "DATA", ".pth")
 """Words for what only a reader has; what they belong to is not opened here."""
@@ -81,7 +81,7 @@ def strange_commands(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_row_says_how_and_names_tests_that_exist(page: str) -> None:
     found = rows((ROOT / "docs" / page).read_text("utf-8"))
-    assert len(found) == PAGES[page]
+    assert len(found) >= PAGES[page]
     for cells in found:
         assert all(cells), cells
         named = spans(cells[-1])

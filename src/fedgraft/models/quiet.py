@@ -27,8 +27,8 @@ def require_matching_torchvision() -> None:
         raise FedgraftError(
             "E-MODELS-TORCHVISION",
             f"torchvision {installed} is not built for torch {torch.__version__} and stops transformers ({error})",
-            "install the build that belongs to this torch, from where torch came from, or remove it, which fedgraft does "
-            "not need: pip uninstall torchvision",
+            "install the build of this torch, from where torch came from, or remove it, for fedgraft does without: "
+            "pip uninstall torchvision",
             torchvision=installed,
             torch=torch.__version__,
         ) from error
