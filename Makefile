@@ -24,7 +24,7 @@ define install
 	@command -v $(PYTHON) >/dev/null || { echo "fedgraft needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "installing into $(VENV): a minute or two, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable '$(1)'
+	$(BIN)/python -m pip install $(if $(CI),--quiet) --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable '$(1)'
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib src >/dev/null 2>&1 || true
 	@touch $@
 endef
