@@ -14,6 +14,7 @@ import pytest
 import torch
 from dp_accounting import pld
 from tests.support.errors import raises
+from tests.support.machines import Machines
 from tests.support.tiny import CNN
 from tests.support.toy import Toy, ToyNetwork, batch_norm_network, random_mask
 from torch import Tensor
@@ -25,6 +26,7 @@ from fedgraft.config.agreement import broken_rules
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load
 from fedgraft.core.space import masked
+from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.node import account_of_run
 from fedgraft.edit.dense import head
 from fedgraft.edit.low_rank import LowRank
@@ -37,6 +39,7 @@ from fedgraft.privacy import records as records_module
 from fedgraft.privacy.dp import Mechanism
 from fedgraft.privacy.protection import DifferentialPrivacy, private, record_private, secure
 from fedgraft.privacy.records import RecordPrivacy, RecordSteps, clipped_sum
+from fedgraft.runs import checkpoint
 from fedgraft.runs.loop import run
 from fedgraft.runs.plan import plan_run
 
@@ -244,19 +247,15 @@ def test_an_owners_policy_names_the_unit() -> None:
     words = ["partition.clients=4", "trainable.kind=head", "privacy.dp.unit=record"]
     config = load(None, [*words, "privacy.dp.epsilon=8"])
     algorithm = build_algorithm(config)
-    assert [line.partition(":")[0] for line in broken_rules(Policy(epsilon=8.0), config, algorithm)] == ["unit"]
-    assert [line.partition(":")[0] for line in broken_rules(Policy(lifetime_epsilon=8.0), config, algorithm)] == [
-        "unit"
-    ]
+    for policy in (Policy(epsilon=8.0), Policy(lifetime_epsilon=8.0)):
+        assert [line.partition(":")[0] for line in broken_rules(policy, config, algorithm)] == ["unit"]
     assert not broken_rules(Policy(unit="record", epsilon=8.0), config, algorithm)
     assert broken_rules(Policy(unit="record", epsilon=7.0), config, algorithm) == ["epsilon: epsilon is 8"]
     by_noise = load(None, [*words, "privacy.dp.noise=1.0"])
     broken = broken_rules(Policy(unit="record", epsilon=8.0), by_noise, build_algorithm(by_noise))
     assert len(broken) == 1 and broken[0].startswith("epsilon:")
-    assert account_of_run(by_noise, 400, 0) == (
-        RecordPrivacy(20, noise=1.0).account(400, algorithm.local).epsilon(20),
-        1e-5,
-    )
+    expected = RecordPrivacy(20, noise=1.0).account(400, algorithm.local).epsilon(20)
+    assert account_of_run(by_noise, 400, 0) == (expected, 1e-5)  # what the node's ledger is charged with
 
 
 @pytest.mark.parametrize(
@@ -277,24 +276,13 @@ def test_configs_that_the_account_does_not_cover_are_refused(words: list[str], c
         build_algorithm(load(None, [*base, *words]))
 
 
+SMALL = [CNN, "data.source=synthetic", "data.count=200", "partition.clients=3", "rounds.total=2", "rounds.fraction=1.0"]
+SMALL += ["trainable.kind=head", "privacy.dp.unit=record", "privacy.dp.noise=2.0", "local.batch_size=16", "workers=1"]
+
+
 @pytest.mark.slow
 def test_a_run_tells_the_account_of_every_client(tmp_path: Path) -> None:
-    words = [
-        CNN,
-        "data.source=synthetic",
-        "data.count=200",
-        "partition.clients=3",
-        "rounds.total=2",
-        "rounds.fraction=1.0",
-    ]
-    words += [
-        "trainable.kind=head",
-        "privacy.dp.unit=record",
-        "privacy.dp.noise=2.0",
-        "local.batch_size=16",
-        "workers=1",
-    ]
-    config = load(None, words)
+    config = load(None, SMALL)
     privacy = run(config, tmp_path / "run")["privacy"]
     assert privacy["unit"] == "record" and privacy["repeatable_noise"] and len(privacy["clients"]) == 3
     for account in privacy["clients"].values():
@@ -303,4 +291,25 @@ def test_a_run_tells_the_account_of_every_client(tmp_path: Path) -> None:
     assert privacy["epsilon"] == max(account["epsilon"] for account in privacy["clients"].values())
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Privacy of single images" in page
-    assert any(line.startswith("privacy: epsilon") and "for each record" in line for line in plan_run(config))
+    assert any(
+        line.startswith("privacy: epsilon") and "record (one training image" in line for line in plan_run(config)
+    )
+
+
+@pytest.mark.slow
+def test_nodes_draw_from_secrets_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With repeatable noise a deployment has the simulation's bytes; by default it has noise that nobody can know."""
+    vectors = {}
+    for secret in ("false", "none"):
+        words = SMALL if secret == "none" else [*SMALL, "privacy.dp.secret=false"]
+        config = load(None, words)
+        run(config, tmp_path / f"here {secret}")
+        nodes = Machines(config, tmp_path / f"there {secret}", tmp_path / f"keys {secret}", monkeypatch)
+        summary = run_deployed(config, tmp_path / f"there {secret}", nodes)
+        assert summary["privacy"]["repeatable_noise"] == (secret == "false")
+        for place in ("here", "there"):
+            latest = checkpoint.load_latest(tmp_path / f"{place} {secret}" / "checkpoints", config.digest)
+            assert latest is not None
+            vectors[place, secret] = latest.tensors["vector"]
+    assert torch.equal(vectors["here", "false"], vectors["there", "false"])
+    assert not torch.allclose(vectors["here", "none"], vectors["there", "none"], atol=1e-4)

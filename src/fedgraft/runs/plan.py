@@ -112,8 +112,8 @@ def _records_line(setup: RunSetup) -> str:
     account = records_account(setup.algorithm, setup.config.rounds.total, images_of_clients(setup))
     noises = [client["noise"] for client in account["clients"].values() if client["images"]]
     return (
-        f"privacy: epsilon {format_epsilon(account['epsilon'])} at delta {account['delta']:.2g} for each record (a single "
-        f"training image of a client), at most; noise multipliers {min(noises):.3g} to {max(noises):.3g} by client"
+        f"privacy: epsilon {format_epsilon(account['epsilon'])} at most, at delta {account['delta']:.2g}, for each "
+        f"record (one training image of a client); noise multipliers {min(noises):.3g} to {max(noises):.3g} by client"
     )
 
 
