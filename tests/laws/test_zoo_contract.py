@@ -456,7 +456,7 @@ ONE_BY_ONE = {  # what the batched engine leaves to the client's own code, and w
     "the state that clients keep": {"fedala", "ditto", "central", "fedbn", "fedsa_lora"},
     "the aggregation clusters": {"ifca"},
     "the correction": {"fedprox", "scaffold", "feddyn", "scaffold/plain sgd+int8"},
-    "the loss": {"fedlc", "fedova"},
+    "the loss": {"fedlc"},
     "the aggregation (mixture|fisher)": {
         "fedfisher",
         "fedavg_crsm",
@@ -501,6 +501,27 @@ def test_batched_is_reference(name: str) -> None:
     batched_is_reference(HEADS[name])
 
 
+TOGETHER = ("fedavg", "fednova/epochs", "fedadam")  # one with batches of different sizes
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_clients_with_findings_are_trained_together_as_one_by_one(name: str) -> None:
+    for smoothing in (0.0, 0.1):
+        row = with_findings(ROWS[name])
+        smooth = replace(row, make=lambda: vary(row.make(), loss=one_vs_all(smoothing)))  # noqa: B023
+        packed_is_reference(smooth)
+        of_head = replace(smooth, make=lambda: vary(smooth.make(), trainable=head()))  # noqa: B023
+        assert on_kept_features(of_head, Batched).engine.reason is None  # type: ignore[attr-defined]
+        batched_is_reference(of_head)
+
+
+def test_batched_notices_an_unknown_finding_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched_module, "UNKNOWN", 7)  # a value that no label has
+    row = with_findings(ROWS["fedavg"])
+    with pytest.raises(AssertionError):
+        batched_is_reference(replace(row, make=lambda: vary(row.make(), trainable=head())))
+
+
 def test_who_is_batched() -> None:
     """Every algorithm is, whose clients train a plain head; one that falls out, or slips in, is noticed."""
     reasons = {name: on_kept_features(row, Batched).engine.reason for name, row in HEADS.items()}  # type: ignore[attr-defined]
@@ -530,7 +551,7 @@ NOT_PACKED = {  # what the packed engine leaves to the client's own code, and wh
         *(f"fedshibu/{kind}" for kind in SIMILARITIES if kind != "constant"),
     },
     "the correction": {"scaffold", "feddyn", "scaffold/plain sgd+int8"},
-    "the loss": {"fedlc", "fedova", "moon"},
+    "the loss": {"fedlc", "moon"},
     "the weighting": {"fedalign", "fedalign/random", "fedalign/by layer", "fedalign/by layer, at rest", "feddisco"},
     "the codec": {"flasc", "fedavg/half", "fedavg/int8", "fedavg/top_k:0.2"},
     "no packed form": {"fedsb"},

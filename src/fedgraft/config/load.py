@@ -213,6 +213,8 @@ def _likely_option(key: str) -> str:
     names = known_keys()
     table, _, word = key.rpartition(".")
     meant_word = OTHER_NAMES.get(word.lower())
+    if meant_word is None and not table:
+        meant_word = word
     if meant_word is not None:
         for name in names:
             same_table = not table or name.rpartition(".")[0].startswith(table)

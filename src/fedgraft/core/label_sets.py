@@ -33,6 +33,13 @@ def require_classes(labels: Tensor, what: str) -> None:
         )
 
 
+def as_label_sets(labels: Tensor, classes: int) -> Tensor:
+    """Return label sets (N, C) as they are, and classes (N,) as sets of one finding each."""
+    if are_label_sets(labels):
+        return labels
+    return torch.nn.functional.one_hot(labels, classes)
+
+
 def counts_of(labels: Tensor) -> Tensor:
     """Return how many images each finding is absent from and present in, int64 (2, C); unknown ones are in neither."""
     return torch.stack([(labels == ABSENT).sum(0), (labels == PRESENT).sum(0)])

@@ -16,12 +16,13 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.device import HOST, Device, fetch
+from fedgraft.core.label_sets import PRESENT, UNKNOWN, as_label_sets
 from fedgraft.core.messages import Response
 from fedgraft.core.rng import torch_stream
 from fedgraft.engines.stack import Stack
@@ -136,7 +137,10 @@ class Batched(ClientsTogether):
                 inputs = features[:, step - begin]  # (c, b, d)
                 torch.baddbmm(stack.bias, stack.weight, inputs.transpose(1, 2), out=logits)
                 smoothing = self.algorithm.loss.smoothing or 0.0
-                error, negative_loss = _loss_gradient(logits, labels[:, step], smoothing)
+                if self.algorithm.loss.binary:
+                    error, negative_loss = _binary_loss_gradient(logits, labels[:, step], smoothing)
+                else:
+                    error, negative_loss = _loss_gradient(logits, labels[:, step], smoothing)
                 if weights is not None:
                     negative_loss.mul_(weights[:, step])
                     error.mul_(weights[:, step])
@@ -156,10 +160,18 @@ class Batched(ClientsTogether):
         return responses
 
     def _labels(self, tasks: list[ClientTask], b: int) -> tuple[Tensor, Tensor | None]:
-        """Return labels and weights of the rows of all steps on the device, (c, steps, 1, b) each."""
-        labels, weights = labels_and_weights(tasks, self.context.examples.labels, b)
+        """Return labels and weights of the rows of all steps on the device, (c, steps, 1, b) each.
+
+        The labels of a binary loss are sets, (c, steps, k, b).
+        """
+        all_labels = self.context.examples.labels
+        if self.algorithm.loss.binary:
+            all_labels = as_label_sets(all_labels, self.context.network.classes)
+        labels, weights = labels_and_weights(tasks, all_labels, b)
         if weights is not None:
             weights = self.device.put(weights.unsqueeze(2))
+        if self.algorithm.loss.binary:
+            return self.device.put(labels.transpose(2, 3)), weights
         return self.device.put(labels.unsqueeze(2)), weights
 
     def _gather(self, tasks: list[ClientTask], flips: list[torch.Generator], span: slice, features: Tensor) -> None:
@@ -209,6 +221,17 @@ def _loss_gradient(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Te
         error.sub_(smoothing / logits.shape[1])
     error.scatter_add_(1, labels, torch.full_like(negative_loss, smoothing - 1))
     return error, negative_loss
+
+
+def _binary_loss_gradient(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Return the gradient of each example's loss by its logits (c, k, b), and minus that loss (c, 1, b).
+
+    The loss is the sum over the known labels of a set (c, k, b) of the binary cross-entropy.
+    """
+    targets = (labels == PRESENT).to(logits.dtype) * (1 - smoothing) + smoothing / 2
+    known = labels != UNKNOWN
+    losses = binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return (logits.sigmoid() - targets) * known, -(losses * known).sum(1, keepdim=True)
 
 
 def _buffer(buffers: dict[str, Tensor], name: str, size: int, device: Device = HOST) -> Tensor:

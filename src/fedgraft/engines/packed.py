@@ -24,6 +24,7 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.device import Device, PreparesOnDevice, fetch
+from fedgraft.core.label_sets import as_label_sets, label_losses
 from fedgraft.core.messages import Response
 from fedgraft.core.protocols import Network
 from fedgraft.core.space import EditSpace
@@ -178,7 +179,10 @@ class Packed(ClientsTogether):
         packed.load(starts)
         groups = _groups(rule, packed, self.device)
         context = rule.correction.prepare(packed.values.clone(), {}, {})
-        all_labels, all_weights = labels_and_weights(tasks, self.context.examples.labels, b)
+        known_labels = self.context.examples.labels
+        if self.algorithm.loss.binary:
+            known_labels = as_label_sets(known_labels, self.context.network.classes)
+        all_labels, all_weights = labels_and_weights(tasks, known_labels, b)
         labels = self.device.put(all_labels)
         weights = None if all_weights is None else self.device.put(all_weights)
         flips = self._flips(tasks)
@@ -250,11 +254,14 @@ def _padded(batches: list[Tensor], b: int) -> list[Tensor]:
 
 
 def _losses(logits: Tensor, labels: Tensor, weights: Tensor | None, smoothing: float) -> Tensor:
-    """Return each client's loss of a batch (c,) from logits (c * b, k) and labels (c, b).
+    """Return each client's loss of a batch (c,) from logits (c * b, k) and labels: classes (c, b) or sets (c, b, k).
 
     `weights` (c, b) of a client's rows add up to 1; None: all rows count the same.
     """
-    each = cross_entropy(logits, labels.flatten(), reduction="none", label_smoothing=smoothing).view(labels.shape)
+    if labels.ndim == 3:
+        each = label_losses(logits, labels.flatten(0, 1), smoothing).sum(1).view(labels.shape[:2])
+    else:
+        each = cross_entropy(logits, labels.flatten(), reduction="none", label_smoothing=smoothing).view(labels.shape)
     if weights is None:
         return each.mean(1)
     return (each * weights).sum(1)

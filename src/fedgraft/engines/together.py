@@ -28,7 +28,6 @@ from fedgraft.core.capabilities import Capability
 from fedgraft.core.client_memory import ClientMemory, Memories
 from fedgraft.core.device import Device
 from fedgraft.core.errors import Refused
-from fedgraft.core.label_sets import require_classes
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.progress import Phase, requests_phase
 from fedgraft.core.protocols import Network
@@ -258,15 +257,16 @@ def labels_and_weights(tasks: list[ClientTask], all_labels: Tensor, b: int) -> t
     """Return labels and weights of the rows of all steps, (c, steps, b) each; b is the largest batch.
 
     A batch that is shorter than b is padded with rows of weight zero; the weights of a batch add up to 1. Weights are
-    None if all batches are full. `all_labels` are those of all examples.
+    None if all batches are full. `all_labels` are those of all examples; of label sets those returned are
+    (c, steps, b, C).
     """
-    require_classes(all_labels, "training clients together")
     steps = len(tasks[0].sizes)
+    each = all_labels.shape[1:]
     full = all(size == b for task in tasks for size in task.sizes)
     if full:
         all_drawn = torch.stack([task.drawn for task in tasks])
-        return all_labels[all_drawn].view(-1, steps, b), None
-    labels = torch.zeros(len(tasks), steps, b, dtype=torch.int64)
+        return all_labels[all_drawn].view(-1, steps, b, *each), None
+    labels = torch.zeros(len(tasks), steps, b, *each, dtype=torch.int64)
     weights = torch.zeros(len(tasks), steps, b)
     for i, task in enumerate(tasks):
         sizes = torch.tensor(task.sizes)[:, None]

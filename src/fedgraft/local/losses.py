@@ -75,11 +75,14 @@ class Loss:
     begin: Callable[[LossContext], Value]
     finish: Callable[[LossContext], dict[str, Tensor]] = _no_memory
     smoothing: float | None = None
-    """The label smoothing of a plain cross-entropy, whose gradient an engine may compute by itself; else None."""
+    """The label smoothing of a plain cross-entropy, or a `binary` one, whose gradient an engine may compute by itself;
+    else None."""
     needs: Capabilities = NOTHING
     """What it requires of the other slots: `TRAINED_BODY` if it compares features, `FIXED_COORDINATES` if it stores a
     model from round to round, `CLASS_COUNTS` if it reads `LossContext.federation`, `ONE_CLASS` if it has no meaning for
     label sets."""
+    binary: bool = False
+    """`smoothing` is that of `one_vs_all`: the sum over classes of binary cross-entropies, of the known labels."""
     per_record: bool = False
     """The loss of a batch is the mean over its images of a loss that depends on nothing else of the client's data."""
     provides: ClassVar[Capabilities] = NOTHING
@@ -190,7 +193,9 @@ def one_vs_all(label_smoothing: Rest = 0.0, positives: Literal["own", "federatio
     needs = NOTHING
     if from_federation:
         needs = frozenset({Capability.CLASS_COUNTS})
-    return Loss("one_vs_all", begin, needs=needs, per_record=positives is None)
+    is_plain = positives is None
+    smoothing = label_smoothing if is_plain else None
+    return Loss("one_vs_all", begin, smoothing=smoothing, needs=needs, binary=True, per_record=is_plain)
 
 
 def for_label_sets(loss: Loss) -> Loss:
