@@ -24,7 +24,7 @@ define install
 	@command -v $(PYTHON) >/dev/null || { echo "fedgraft needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "installing into $(VENV): a minute or two, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable '$(1)'
+	$(BIN)/python -m pip install $(if $(CI),--quiet) --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable '$(1)'
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib src >/dev/null 2>&1 || true
 	@touch $@
 endef
@@ -62,7 +62,7 @@ test-only: $(STAMP)
 
 # More of real servers and nodes than the gate's few cases: every algorithm, faults, Ray; and the long checks of reliability.
 test-deploy: $(STAMP)
-	$(BIN)/python -m pytest -m deploy
+	$(BIN)/python -m pytest -m deploy -n 2 --dist loadfile
 
 # Small bugs, one at a time, against the tests that should notice them: docs/mutants.md. MUTANTS names some of them.
 mutants: $(STAMP)

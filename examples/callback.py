@@ -16,5 +16,6 @@ class Watch(fg.Callback):
 
 
 clients = fg.partition.iid(fg.data.digits(), clients=5)
-algorithm = fg.fedavg(trainable=fg.head(), local=fg.LocalTraining(steps=4, lr=0.05))
-fg.run(algorithm, fg.model("nano"), clients, rounds=3, callbacks=[Watch()])
+algorithm = fg.fedavg(trainable=fg.head(), local=fg.LocalTraining(steps=32, lr=0.03))
+result = fg.run(algorithm, fg.model("nano"), clients, rounds=6, head="random", callbacks=[Watch()])
+print(result)

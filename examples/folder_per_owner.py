@@ -15,7 +15,9 @@ with tempfile.TemporaryDirectory() as place:
         Image.fromarray(digits.images[row]).save(path)
 
     clients = fg.partition.by_site(fg.data.owners(root / "owners"))
-    result = fg.run(fg.fedavg(trainable=fg.head()), fg.model("nano"), clients, rounds=2)
+    algorithm = fg.fedavg(trainable=fg.head(), local=fg.LocalTraining(steps=32, lr=0.03))
+    result = fg.run(algorithm, fg.model("nano"), clients, rounds=6, head="random")
+    print(result)
     for found in result.predict(root / "owners" / "anna" / "3")[:3]:
         print(f"{Path(found.image).name} is taken for {found.label} ({found.score:.2f})")
     folder = result.save_pretrained(root / "adapted")

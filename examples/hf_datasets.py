@@ -16,6 +16,7 @@ scans = datasets.Dataset.from_dict(table).cast_column("scan", datasets.Image())
 data = fg.data.dataset(scans, image="scan", label="finding", group="patient")  # or a folder of save_to_disk
 clients = fg.partition.by_site(data, "hospital")
 
-result = fg.run(fg.fedavg(trainable=fg.head()), fg.model("nano"), clients, rounds=2, personal={"evaluate": "end"})
+algorithm = fg.fedavg(trainable=fg.head(), local=fg.LocalTraining(steps=32, lr=0.03))
+result = fg.run(algorithm, fg.model("nano"), clients, rounds=6, head="random", personal={"evaluate": "end"})
 print(clients.client_names, result.summary["personal"]["mean"])
 print(result)

@@ -21,7 +21,7 @@ class Net(nn.Module):
 torch.manual_seed(0)
 model = fg.module(Net(), head="fc", image_size=16)
 clients = fg.partition.iid(fg.data.digits(), clients=4)
-algorithm = fg.fedavg(trainable=fg.everything(), local=fg.LocalTraining(steps=8, lr=0.05))
-result = fg.run(algorithm, model, clients, rounds=3)
+algorithm = fg.fedavg(trainable=fg.everything(), local=fg.LocalTraining(steps=16, lr=0.1))
+result = fg.run(algorithm, model, clients, rounds=10, head="random")  # from weights that were drawn to two thirds
 print(result)
 print(type(result.module()).__name__, "is yours again, with the adapted weights")

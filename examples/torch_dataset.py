@@ -20,5 +20,6 @@ class Digits(torch.utils.data.Dataset):
 
 
 clients = fg.partition.iid(fg.data.dataset(Digits()), clients=5)
-result = fg.run(fg.fedprox(mu=0.1, trainable=fg.head()), fg.model("nano"), clients, rounds=2)
+algorithm = fg.fedprox(mu=0.1, trainable=fg.head(), local=fg.LocalTraining(steps=32, lr=0.03))
+result = fg.run(algorithm, fg.model("nano"), clients, rounds=10, head="random")  # it begins at chance
 print(result)

@@ -17,7 +17,7 @@ processor = {"image_processor_type": "ViTImageProcessor", "size": 16, "image_mea
 model = fg.model(net, preprocessor=processor)
 clients = fg.partition.iid(fg.data.digits(), clients=4)
 algorithm = fg.fedavg(trainable=fg.lora(rank=4), local=fg.LocalTraining(steps=8, lr=0.2))
-result = fg.run(algorithm, model, clients, rounds=4)
+result = fg.run(algorithm, model, clients, rounds=10, head="random")
 print(result)
 with tempfile.TemporaryDirectory() as place:
     for kind in ("adapter", "merged"):

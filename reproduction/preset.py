@@ -156,6 +156,7 @@ class Preset(Section):
     base: dict[str, Any] = Field({})
     axes: list[Axis] = Field([])
     skip: list[dict[str, list[str]]] = Field([], description="combinations of levels that are left out")
+    relative_to: str = Field("", description="a level of the first axis: what share of its number the others keep")
     gate: Gate = Field(default_factory=Gate)
     scales: dict[Literal["paper", "laptop", "tiny"], Scale]
     tuning: Tuning | None = None
@@ -186,6 +187,10 @@ class Preset(Section):
             raise ValueError(f"there is no cell {wrong[0]!r}; cells are named as {sorted(known)[0]!r}")
         if self.baseline and self.axes and self.baseline not in self.axes[-1].levels:
             raise ValueError(f"the baseline {self.baseline!r} is no level of the last axis")
+        if self.relative_to and (len(self.axes) < 2 or self.relative_to not in self.axes[0].levels):
+            raise ValueError(
+                f"{self.relative_to!r}, which others are relative to, is no level of the first of two axes"
+            )
         like = {} if self.tuning is None else self.tuning.like
         if strange := [x for x in (*like, *like.values()) if x not in set().union(*axes.values())]:
             raise ValueError(f"{strange[0]!r} is said to share a rate, and there is no such level")

@@ -158,7 +158,7 @@ def reproduce(work: Work) -> Found:
         for cell in every
     }
     found = Found(work, every, rates, folders, at_edge=at_edge)
-    return replace(found, extra=studies.against_controls(found))
+    return replace(found, extra=studies.against_controls(found) | studies.shares_kept(found))
 
 
 def with_rate(config: Config, rate: float | None) -> Config:

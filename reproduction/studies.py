@@ -69,6 +69,21 @@ def against_controls(found: Found) -> Tables:
     return {"Similarity against a constant of its size": ("", rows)} if rows else {}
 
 
+def shares_kept(found: Found) -> Tables:
+    """Each arm's number over the one it has at `relative_to`, paired by seed; nothing where the preset has no such."""
+    preset = found.work.preset
+    if not preset.relative_to:
+        return {}
+    rows = []
+    for cell in found.cells:
+        first, *rest = cell.levels
+        whole = found.measured("/".join([preset.relative_to, *rest]), preset.measure)
+        share = paired(found.measured(cell.label, preset.measure), whole, ratio=True)
+        if first != preset.relative_to and share is not None:
+            rows.append({"setting": cell.label, f"{found.title(preset.measure)} over {preset.relative_to}": str(share)})
+    return {f"What is kept of {preset.relative_to}": ("Ratios, geometric means over seeds.", rows)} if rows else {}
+
+
 def mean_similarity(folder: Path) -> float:
     """The mean similarity of two clients in the last round of a run: W_ij / W_ii, the clients being of equal size."""
     import safetensors.torch

@@ -118,8 +118,66 @@ def mask_statements(kept: Kept) -> Iterator[str]:
     yield f"({turned.mean():.1f} points, 95 %: {low:.1f} to {high:.1f})"
 
 
+def similarity_statements(kept: Kept) -> Iterator[str]:
+    """The texts of section 2."""
+    arm = "q4:known:{}"
+    published, shuffled = arm.format("s=10/CKA as published"), arm.format("s=10/CKA, rows shuffled")
+    yield f"CKA as published ends at {kept.mean(published, 'finetuned'):.2f} %"
+    yield f"with its rows shuffled at {kept.mean(shuffled, 'finetuned'):.2f}"
+    gaps = kept.gaps(published, shuffled, "finetuned")
+    low, high = interval(gaps, 1 - 0.05 / PRIMARY)
+    yield f"they differ by {gaps.mean():.2f} points (99.4 %: {low:.2f} to {high:.2f})"
+    yield f"they correlate with shared classes by {kept.mean(published, 'correlation'):.2f}"
+    yield f"keep {kept.mean(published, 'self_weight'):.2f} of the own model"
+    yield f"looks at nothing, ends at {kept.mean(arm.format('s=10/self-weight 0.1'), 'finetuned'):.2f} %"
+    quarter = kept.gaps(arm.format("s=10/self-weight 0.25"), published, "finetuned")
+    yield f"{quarter.mean():.2f} points more {_bracket(quarter, 2)}"
+    groups = arm.format("two groups/{}")
+    known = kept.gaps(groups.format("groups known"), groups.format("CKA as published"), "finetuned")
+    yield f"ends {known.mean():.1f} points above CKA as published {_bracket(known, 1)}"
+    probe = groups.format("CKA on a shared probe")
+    yield f"finds these groups (correlation {kept.mean(probe, 'correlation'):.2f})"
+    gain = kept.gaps(probe, groups.format("FedBABU"), "finetuned")
+    low, high = interval(gain, 0.95)
+    yield f"({gain.mean():.1f} points over FedBABU, 95 %: {low:.1f} to {high:.1f})"
+    alone = kept.gaps(arm.format("s=10/local only"), arm.format("s=10/FedBABU"), "finetuned")
+    yield f"ends {alone.mean():.1f} points above it {_bracket(alone, 1)}"
+
+
+def privacy_statements(kept: Kept) -> Iterator[str]:
+    """The texts of section 4."""
+    before = "q5:dp:clients=1000/{}"
+    published = kept.gap(before.format("no noise"), before.format("epsilon 8"))
+    yield f"epsilon 8 costs a head {published:.1f} points with 1,000 clients"
+    cell = "q5:clip:clients={}/{}"
+    gaps = kept.gaps(cell.format(1000, "no noise"), cell.format(1000, "epsilon 8"))
+    low, high = interval(gaps, 1 - 0.05 / PRIMARY)
+    yield f"it costs {gaps.mean():.1f} points (99.4 %: {low:.1f} to {high:.1f})"
+    many = kept.gap(cell.format(3000, "no noise"), cell.format(3000, "epsilon 8"))
+    few = kept.gap(cell.format(100, "no noise"), cell.format(100, "epsilon 8"))
+    yield f"with 3,000 clients {many:.1f} and with 100 clients {few:.1f}"
+    strict = kept.gap(cell.format(1000, "no noise"), cell.format(1000, "epsilon 1"))
+    yield f"Epsilon 1 costs {strict:.1f} with 1,000 clients"
+    clipped = "q5:clip_surface:clients=3000/clip alone/{}/{}"
+    narrow = max(kept.mean(clipped.format(rate, "0.5"), "last") for rate in ("0.1", "0.3"))
+    yield f"ends 3,000 clients at {narrow:.1f} %"
+    wide = max(kept.mean(clipped.format(rate, "4"), "last") for rate in ("0.1", "0.3", "1"))
+    yield f"where a clip of 4 ends at {wide:.1f}"
+
+
+def _bracket(gaps: np.ndarray, digits: int) -> str:
+    """The 95 % interval of a mean difference in brackets."""
+    low, high = interval(gaps, 0.95)
+    return f"(95 %: {low:.{digits}f} to {high:.{digits}f})"
+
+
 _ARMS = ("least sensitive", "start", "random", "highest magnitude", "dense")
-SECTIONS: tuple[Callable[[Kept], Iterator[str]], ...] = (rate_statements, mask_statements)
+SECTIONS: tuple[Callable[[Kept], Iterator[str]], ...] = (
+    rate_statements,
+    similarity_statements,
+    mask_statements,
+    privacy_statements,
+)
 
 
 def missing(report: str, kept: Kept) -> list[str]:

@@ -162,6 +162,10 @@ def _draw_series(axes: Axes, panel: Panel) -> None:
     if panel.log:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda number, place: f"{number:g}")
+        axes.xaxis.set_minor_formatter("")  # numbers between the decades would lie over each other
+        if panel.joined:
+            measured = sorted({float(point[0]) for points in panel.series.values() for point in points})
+            axes.set_xticks(measured)
     if not panel.joined:
         _name_points(axes, {name: (float(points[0][0]), points[0][1][0]) for name, points in panel.series.items()})
 

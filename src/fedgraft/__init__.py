@@ -18,6 +18,14 @@ for _module, _name, _public in re.findall(r"^from (\S+) import (\w+) as (\w+)$",
 """Module and name there of each public name."""
 
 __all__ = ["__version__", *_HOMES]
+_ELSEWHERE = {
+    "resume": "fg.run(..., folder=FOLDER) continues a run there; on the command line: fedgraft resume FOLDER",
+    "train": "use fg.run(algorithm, model, clients)",
+    "fit": "use fg.run(algorithm, model, clients)",
+    "load_model": "fg.adapted(folder) opens the model of a finished run, fg.predictor(folder) labels images with it",
+    "simulate": "use fg.run(algorithm, model, clients)",
+}
+"""What other libraries call otherwise."""
 
 
 def __getattr__(name: str) -> Any:
@@ -30,7 +38,9 @@ def __getattr__(name: str) -> Any:
         module, other = _HOMES[name]
         value = _imported(module, other)
     else:
-        raise AttributeError(f"module 'fedgraft' has no attribute {name!r}")
+        from fedgraft.core.arguments import unknown_name
+
+        raise unknown_name("fedgraft", name, __all__, _ELSEWHERE)
     globals()[name] = value
     return value
 

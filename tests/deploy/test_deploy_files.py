@@ -24,6 +24,7 @@ from fedgraft.deploy import process as federation_process
 from fedgraft.deploy.app import app_files
 from fedgraft.deploy.control import RunState, failure_reason
 from fedgraft.deploy.coordinator import resolve_run_folder
+from fedgraft.deploy.door_link import describe_transfer
 from fedgraft.deploy.door_paths import KEY_IN_USE
 from fedgraft.deploy.keys import check_private_key, days_left, key_fingerprint, make_node_key, public_key_line
 from fedgraft.deploy.limits import DEFAULT_REQUEST_MEGABYTES, request_limit
@@ -266,6 +267,12 @@ def test_the_reason_of_a_nodes_end_is_its_last_line(tmp_path: Path) -> None:
     assert (error.code, error.message, error.hint) == tuple(table.values())
     error = node_failure("something\nsomething else\n", options)
     assert (error.code, error.fields["last_line"]) == ("E-DEPLOY-NODE-ENDED", "something else")
+
+
+def test_a_small_request_is_told_in_kilobytes() -> None:
+    whole = {"delivered": True, "up_total": 0, "down": 2_612, "down_total": 3_482}
+    assert describe_transfer(whole) == "receives its request, 2.6 of 3.5 kB (75 %)"
+    assert describe_transfer({**whole, "down_total": 5_000_000}) == "receives its request, 0.0 of 5.0 MB (0 %)"
 
 
 def test_lines_of_a_nodes_log_become_messages_to_its_owner(tmp_path: Path) -> None:

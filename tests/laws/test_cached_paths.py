@@ -1,21 +1,28 @@
 """Law: a cached result is that of this command. With a cold cache, a warm one, and after a client left, the same bytes.
 
-Every path that stores a result of the clients' data is here: heads made of sums, and masks chosen by the federation.
+Every path that stores a result of data is here: heads made of sums, masks chosen by the federation, decoded pixels and
+features of the frozen part. `CACHING` lists every file of the package that writes into the cache, and what tests it.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.support.tiny import same_bits, tiny
+from PIL import Image
+from tests.support.tiny import CNN, Open, same_bits, tiny
 from torch import Tensor
 
+import fedgraft
 from fedgraft.config.load import Config
 from fedgraft.core.messages import Request
+from fedgraft.data import feature_cache
+from fedgraft.data.pixels import originals
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.head_init import install_head
 from fedgraft.runs.open_run import open_run
@@ -119,3 +126,111 @@ def test_a_result_stored_without_who_was_there_is_noticed(own_cache: Path, monke
     config = tiny(*PATHS["head ridge"])
     with pytest.raises(AssertionError):
         assert_by_cache(own_cache, (config, [0, 1, 2]), (config, [0, 2]))
+
+
+# ---- pixels and features ---------------------------------------------------------------------------------------------
+
+FROZEN = [CNN, "trainable.kind=head", "model.head=random", "rounds.total=1"]
+"""A run whose clients train on stored features of stored pixels."""
+CHANGES = {
+    "another network": ["model.name=cnn:width=6,size=16"],
+    "another size": ["data.image_size=24", "model.name=cnn:width=4,size=24"],
+    "another normalisation": ["data.normalise=cifar100"],
+    "other images": ["data.limit=48"],
+    "other transforms": ["data.augment=['flip']"],
+}
+
+
+def trained(cache: Path, config: Config, empty: bool = False) -> dict[str, Tensor]:
+    """Return the head after one round on stored features; with `empty` nothing is stored before."""
+    if empty:
+        shutil.rmtree(cache, ignore_errors=True)
+    *_, last = Open(config).rounds(1)
+    return {"vector": last.vector}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_stored_pixels_and_features_are_those_of_this_config(change: str, own_cache: Path) -> None:
+    configs = [tiny(*FROZEN), tiny(*FROZEN, *CHANGES[change])]
+    wanted = [trained(own_cache, config, empty=True) for config in configs]
+    assert not same_bits(*wanted), "what changed has no effect here, so this test would notice nothing"
+    shutil.rmtree(own_cache)
+    for _ in range(2):
+        for config, tensors in zip(configs, wanted, strict=True):
+            assert same_bits(trained(own_cache, config), tensors)
+
+
+@pytest.mark.slow
+def test_features_stored_under_one_name_are_noticed(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_cache, "_hash", lambda data: "features")
+    with pytest.raises(AssertionError):
+        test_stored_pixels_and_features_are_those_of_this_config("another normalisation", own_cache)
+
+
+def paint(folder: Path, seed: int) -> None:
+    """Write one image of a folder anew, as large as before."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "a" / "0.bmp")
+
+
+def images(tmp_path: Path) -> Config:
+    """A run on a folder of noise in two classes."""
+    folder = tmp_path / "images"
+    for number in range(40):
+        place = folder / "ab"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.bmp")
+    paint(folder, 100)
+    return tiny(*FROZEN, "data.source=folder", f"data.path={folder}", "data.limit=none", "data.validation=0")
+
+
+def exchange_image(own_cache: Path, tmp_path: Path) -> None:
+    """An image that was exchanged for another of the same name and size gives what an empty cache gives."""
+    config = images(tmp_path)
+    before = trained(own_cache, config, empty=True)
+    paint(tmp_path / "images", 101)
+    warm = trained(own_cache, config)
+    assert not same_bits(warm, before) and same_bits(warm, trained(own_cache, config, empty=True))
+
+
+@pytest.mark.slow
+def test_an_exchanged_image_is_decoded_again(own_cache: Path, tmp_path: Path) -> None:
+    exchange_image(own_cache, tmp_path)
+
+
+@pytest.mark.slow
+def test_pixels_stored_without_the_state_of_their_files_are_noticed(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(originals, "file_identity", lambda files: str(len(files)))
+    with pytest.raises(AssertionError):
+        exchange_image(own_cache, tmp_path)
+
+
+# ---- is anything missing here? ---------------------------------------------------------------------------------------
+
+CACHING = {
+    "runs/head_init.py": "PATHS above; tests/unit/runs/test_head_init.py",
+    "runs/open_run.py": "PATHS above; sums of a stopped calibration: tests/unit/runs/test_tensor_cache.py",
+    "runs/tensor_cache.py": "what the two above write with",
+    "runs/task.py": "features: CHANGES above",
+    "data/feature_cache.py": "features: CHANGES above; features/rows names network, versions and machine",
+    "data/pixels/store.py": "pixels: CHANGES and the exchanged image above; tests/unit/data/test_pixel_store.py",
+    "data/sources/scan_rows.py": "hashed tags: tests/unit/data/test_dicom.py (headers are read once)",
+    "data/cache_limit.py": "the folder itself, and its bound: tests/unit/data/test_cache_limit.py",
+    "report/run_index.py": "the studio's index: tests/studio/test_studio_views.py (the index is made anew)",
+    "deploy/slots.py": "memories of a node's clients, by run: tests/unit/runs/test_memory_store.py",
+}
+READERS = {"deploy/clean.py", "consortium/preflight.py", "runs/estimate.py"}
+"""They measure or remove the cache and put nothing into it."""
+
+
+def test_every_file_that_caches_is_listed() -> None:
+    root = Path(fedgraft.__file__).parent
+    found = set()
+    for file in root.rglob("*.py"):
+        if re.search(r"\bcache_dir\(\)|\b(cached_tensors|PartialSum|FeatureTable)\(", file.read_text()):
+            found.add(file.relative_to(root).as_posix())
+    assert found == CACHING.keys() | READERS

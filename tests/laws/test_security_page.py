@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from tests.support.named_tests import ROOT, missing
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "SECURITY.md"
 ANNEX = ROOT / "docs" / "security-annex.md"
 MOST_LINES = 90
@@ -25,13 +24,8 @@ def annex_rows(text: str) -> dict[str, list[str]]:
 
 def missing_tests(rows: dict[str, list[str]]) -> list[str]:
     """Return the rows without tests, and the tests that do not exist."""
-    missing = [name for name, tests in rows.items() if not tests]
-    for test in (test for tests in rows.values() for test in tests):
-        file, _, function = test.partition("::")
-        path = ROOT / file
-        if not path.is_file() or (function and f"def {function}(" not in path.read_text()):
-            missing.append(test)
-    return missing
+    without = [name for name, tests in rows.items() if not tests]
+    return without + missing(test for tests in rows.values() for test in tests)
 
 
 def named_rows(claim: str) -> set[str]:

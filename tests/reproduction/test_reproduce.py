@@ -151,6 +151,7 @@ def test_all_kinds_of_the_documents_are_drawn_by_some_preset_or_question() -> No
         ("rows = [54]", "rows = []", "E-REPRODUCTION-PRESET"),
         ('cell = "large"', 'cell = "huge"', "E-REPRODUCTION-PRESET"),
         ('baseline = "small"', 'baseline = "tall"', "E-REPRODUCTION-PRESET"),
+        ('baseline = "small"', 'relative_to = "small"', "E-REPRODUCTION-PRESET"),  # its axis is the last one
         ("scales.paper = { core_minutes = 1 }", "", "E-REPRODUCTION-PRESET"),
         ("local = { lr = 0.1 }", "local = { rate = 0.1 }", "E-REPRODUCTION-PRESET-CONFIG"),
         ("core_minutes = 1, target", 'core_minutes = 1, only = { rate = ["x"] }, target', "E-REPRODUCTION-PRESET"),
@@ -538,6 +539,19 @@ def test_rows_show_the_difference_to_the_baseline(tmp_path: Path) -> None:
     small, large = group_rows(found, found.cells)
     assert small["minus small"] == "–" and large["minus small"].startswith("+5.17 (95 %")
     assert large["reported (%)"] == "12.5 (a table)" and small["test accuracy of the best round (%)"] == "51.00 ± 1.00"
+
+
+def test_what_is_kept_of_another_level_is_a_ratio_paired_by_seed() -> None:
+    preset = load_preset("one_vs_all")
+    made = Work("one_vs_all", preset, "tiny", (1, 2), Path("nowhere"), 0, report=lambda text: None)
+    values = {cell.label: {"test": {1: 40.0, 2: 60.0}} for cell in made.cells}
+    values["N_c=1/one-vs-all"] = {"test": {1: 30.0, 2: 45.0}}
+    found = Found(made, made.cells, values=values)
+    ((_, (_, rows)),) = studies.shares_kept(found).items()
+    assert [row["setting"] for row in rows] == [c.label for c in made.cells if c.levels[0] != "IID"]
+    said = {row["setting"]: row["test accuracy of the best round (%) over IID"] for row in rows}
+    assert said["N_c=1/one-vs-all"].startswith("0.75 (") and said["N_c=1/FedAvg (softmax)"].startswith("1 (")
+    assert not studies.shares_kept(Found(replace(made, preset=load_preset("crsm")), [], values=values))
 
 
 def run_tiny(name: str, tmp_path: Path) -> str:

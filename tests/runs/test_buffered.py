@@ -22,12 +22,14 @@ from fedgraft.cli.main import app
 from fedgraft.client import policy
 from fedgraft.client.actions import buffered as actions
 from fedgraft.client.handle import handle
+from fedgraft.client.history import ModelHistory, RunRates
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load
 from fedgraft.core.client_memory import earlier_memory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import read_metrics
 from fedgraft.core.messages import Request
+from fedgraft.local.schedules import constant_rate
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.dp import Mechanism
 from fedgraft.runs import loop
@@ -143,6 +145,22 @@ def test_training_ahead_shows_nothing() -> None:
     assert response.update is None
     assert response.examples == 0
     assert not (response.sums or response.scalars or response.evidence or response.metrics)
+
+
+def test_training_ahead_is_on_models_that_follow_from_the_runs_history_only() -> None:
+    """As in a synchronous round; the sum itself carries no model and is not asked for one."""
+    client = Client()
+    origin = client.toy.state.vector
+    rates = RunRates(constant_rate(0.05), 10, 0.05, False, None, False)
+    history = ModelHistory(origin.clone(), rates, 30.0, lambda memory: None)
+    client.toy.context = replace(client.toy.context, history=history)
+    client.train()
+    assert client.summand(0)
+    client.toy.state = replace(client.toy.state, vector=origin + 1e3)
+    with raises("E-REFUSED-HISTORY"):
+        client.train(1)
+    client.toy.context = replace(client.toy.context, history=None)  # the broken variant trains on anything
+    client.train(1)
 
 
 def test_an_update_is_in_one_sum_only() -> None:

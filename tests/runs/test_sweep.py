@@ -300,7 +300,7 @@ def test_grid_over_seeds_chooses_by_validation_and_writes_tables(tmp_path: Path,
     first = best_trial(trials)
     assert first is not None and first.setting == {"local.lr": 0.1, "partition.kind": "iid"}
     assert len([line for line in lines if "validation" in line]) == 12 and lines[-1].startswith("[12/12]")
-    assert "min left" in lines[0]
+    assert "left" in lines[0] and "left" not in lines[-1]
     assert set(starts(root).values()) == {1} and len(starts(root)) == 12
     with (root / "table.csv").open() as file:
         table = list(csv.DictReader(file))

@@ -27,13 +27,16 @@ from tests.support.studio import (
 pytest.importorskip("starlette", reason="the extra `studio` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `studio` is not installed")
 
+from fedgraft.config.describe import option_fields
 from fedgraft.consortium.worth import Site, write_worth
+from fedgraft.deploy.node_loop import ANSWERED, CONNECTED, WORKING
 from fedgraft.metrics.metrics import Metric
 from fedgraft.report.preflight_view import policy_differences, preflight_sections
 from fedgraft.report.sections import Grid, Matrix, Section, Texts
 from fedgraft.studio import actions as studio_actions
 from fedgraft.studio.actions import Actions, FederationActions
 from fedgraft.studio.library import RunLibrary
+from fedgraft.studio.node import _doing
 from fedgraft.studio.server import Studio
 from fedgraft.studio.views import studio_of
 
@@ -285,6 +288,33 @@ def test_an_action_on_a_run_is_not_begun_twice(tmp_path: Path, monkeypatch: pyte
         actions.evaluate(folder)
     assert actions.stop("one")["run"] == "one"
     wait_until(lambda: actions.jobs()[0]["code"] is not None, "the command ends")
+
+
+def test_runs_elsewhere_belong_to_the_list(tmp_path: Path) -> None:
+    """`deploy submit --folder` writes where the coordinator says; the federation's folder lists it all the same."""
+    fed = tmp_path / "fed"
+    write_run(fed / "inside")
+    write_run(tmp_path / "run")
+    write_run(tmp_path / "stranger")
+    named = [fed / "inside", tmp_path / "run", tmp_path / "not yet begun"]
+    library = RunLibrary(fed, tmp_path / "index", lambda: named)
+    assert [run["name"] for run in library.table()["runs"]] == ["../run", "inside"]
+    assert library.record("../run").path.resolve() == tmp_path / "run"
+    assert library.view("../run")["status"] == "finished"
+    with raises("E-REPORT-NO-RUN"):
+        library.record("../stranger")
+
+
+def test_a_node_that_has_answered_works_on_nothing() -> None:
+    log = f"{CONNECTED} 5\n{WORKING} train.request\n"
+    assert _doing(log) == {"connection": "connected", "work": "train"}
+    assert _doing(f"{log}{ANSWERED}\n")["work"] == ""
+
+
+def test_the_form_suggests_the_names_that_it_knows() -> None:
+    fields = {field["key"]: field for field in option_fields()}
+    assert {"fedavg", "scaffold"} <= set(fields["algorithm.name"]["suggestions"])
+    assert "cosine" in fields["schedule.kind"]["suggestions"] and fields["rounds.total"]["suggestions"] == []
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "other version", "no JSON", "a lie"])

@@ -216,7 +216,7 @@ class Rules:
         ledger = DataLedger.of(self.memories[client])
         action = ACTIONS[order.action]
         question = check_question(masked, action, self.world.algorithm, context, ledger, plan.digest)
-        ledger.hold_question(rows_of(masked, action, context), question, plan.digest)
+        ledger.hold_question(rows_of(masked, action, context), question, plan.digest, masked.run)
         self.memories[client] = ledger.write(self.memories[client])
 
     def _signs(self, order: Order, request: Request, plan: Plan, client: int, alive: Sequence[int]) -> None:

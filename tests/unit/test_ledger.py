@@ -121,6 +121,35 @@ def test_the_same_sum_over_the_same_clients_goes_on_and_another_question_is_answ
         assert world.sum(action="head_gradient", number=number, auxiliary={"head": head}) is not None
 
 
+def test_another_run_may_ask_the_same_question_over_the_same_clients_only() -> None:
+    """A second run with another rate begins with the same head; within one run a second number is a lie."""
+    world = written("model.head=probe")
+    world.context.policies = tuple(replace(policy, config="") for policy in world.context.policies)
+    first = world.sum(action="statistics")
+    assert first is not None
+    assert world.sum(action="statistics", number=1) is None
+    assert "under another number" in world.refused()
+    world.run = "another"
+    world.said.clear()
+    again = world.sum(action="statistics")
+    assert again is not None, world.refused()
+    assert torch.allclose(first["cross"], again["cross"], atol=1e-4)  # what the ring rounds
+    assert len(DataLedger.of(world.memory[VICTIM]).asked["train/"]) == 1  # it counts once
+    world.run = "a third"
+    world.said.clear()
+    assert world.sum(action="statistics", clients=FOUR) is None
+    assert "rule 'other_sets'" in world.refused()
+
+
+def test_an_answer_in_the_clear_does_not_keep_a_later_run_from_its_hidden_sum() -> None:
+    ledger = DataLedger()
+    rows = Rows("train")
+    ledger.record_question(rows, "q" * 64, "", "in the clear")
+    ledger.check_question(rows, "q" * 64, "p" * 64, "hidden", None)
+    with raises("E-REFUSED-REPEAT"):
+        ledger.check_question(rows, "q" * 64, "p" * 64, "in the clear", None)
+
+
 def test_who_was_lost_before_the_sum_was_opened_is_not_in_the_set() -> None:
     """Four are left of five: later sums are over the four, and the fifth may not come back into them."""
     world = written("model.head=probe")
@@ -211,11 +240,11 @@ def test_training_and_validation_rows_of_another_division_overlap() -> None:
 
 def test_a_ledger_survives_its_bytes_and_its_counter_grows_with_every_change() -> None:
     ledger = DataLedger()
-    ledger.record_question(Rows("train"), "q" * 64, "")
+    ledger.record_question(Rows("train"), "q" * 64, "", "toy")
     memory = ledger.write({})
     again = DataLedger.of(memory)
     assert again == ledger and again.counter == 1
     assert again.write(memory) is memory  # nothing changed
-    again.record_question(Rows("train"), "r" * 64, "")
+    again.record_question(Rows("train"), "r" * 64, "", "toy")
     assert DataLedger.of(again.write(memory)).counter == 2
     assert DataLedger.from_bytes(b'{"2026-11-18":{"queries":3}}').days  # as version 0.2 wrote it

@@ -10,11 +10,13 @@ from fedgraft.aggregate import server_rules
 from fedgraft.aggregate.slots import mean, uniform
 from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
 from fedgraft.algorithms.typed_slots import TYPED, Slots, typed_loss
+from fedgraft.core.arguments import OTHER_NAMES
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.ranges import NotNegative, Positive, Rest, Unit, in_range
 from fedgraft.local.corrections import control_variates, dynamic, proximal
 from fedgraft.local.losses import calibrated, contrastive, cross_entropy, one_vs_all
+from fedgraft.local.train import LocalTraining
 from fedgraft.local.update_links import normalise
 
 
@@ -23,10 +25,14 @@ def fedavg(**slots: Unpack[Slots]) -> Algorithm:
     known = [name for name in Algorithm.__dataclass_fields__ if name != "name"]
     for name in slots:
         if name not in Algorithm.__dataclass_fields__:
+            hint = f"use one of its slots {', '.join(known)}"
+            local = OTHER_NAMES.get(name, name)
+            if local in LocalTraining.__dataclass_fields__:
+                hint = f"it belongs to local training: local=fg.LocalTraining({local}=...)"
             raise FedgraftError(
                 "E-ALGORITHM-SLOT",
                 f"an algorithm has no slot or option {name!r}",
-                f"use one of its slots {', '.join(known)}",
+                hint,
                 name=name,
             )
     return Algorithm("fedavg", **specified(slots))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedgraft.cli.console import import_runtime
+from fedgraft.cli.console import import_runtime, print_line
 from fedgraft.cli.sweep import print_settings, resumable
 
 
@@ -35,10 +35,10 @@ def advise(
         base["model"] = {"name": model}
     config = config_for(data, base, parse_overrides(overrides or []))
     with resumable():
-        advice = run_trials(config, limit, folder, minutes, rounds, images, typer.echo)
+        advice = run_trials(config, limit, folder, minutes, rounds, images, print_line)
     print_settings(advice.rows())
     for line in recommendation(advice):
-        typer.echo(line)
+        print_line(line)
     if out is not None:
         to_file(advice, out, f"fedgraft advise {data} --budget {budget}")
-        typer.echo(f"written: {out}; start it with: fedgraft run {out}")
+        print_line(f"written: {out}; start it with: fedgraft run {out}")

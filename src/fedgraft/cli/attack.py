@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedgraft.cli.console import import_runtime
+from fedgraft.cli.console import import_runtime, print_line
 from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.cli.sweep import Seeds, resumable, seeds_of
 
@@ -51,7 +51,7 @@ def attack(
     config = config_of(overrides, device)
     seed_numbers = seeds_of(seeds, config.seed)
     plan = AttackPlan(config, names(attacks), names(rules), attackers, names(partitions), seed_numbers)
-    report: Callable[[str], None] = typer.echo
+    report: Callable[[str], None] = print_line
     if quiet:
         report = _print_nothing
     with resumable():
@@ -63,4 +63,4 @@ def attack(
         "of images of other classes that the trigger turns into the target."
     )
     for path in write_attack_table(results, out, note):
-        typer.echo(path)
+        print_line(path)

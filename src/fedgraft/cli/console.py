@@ -27,6 +27,21 @@ def import_runtime() -> None:
         gc.enable()
 
 
+def print_line(*cells: object, error: bool = False) -> None:
+    """Print one line as it stands, never wrapped, so that commands in it can be copied; on stderr if `error`.
+
+    Several cells are parted by tabs. What would move the cursor, begin a line or hide text is left out: it may come
+    from outside.
+    """
+    typer.echo("\t".join(printable(str(cell)) for cell in cells), err=error)
+
+
+def print_lines(text: str, error: bool = False) -> None:
+    """Print a text of several lines; what came from outside is not in it, or is made printable before."""
+    for line in text.split("\n"):
+        print_line(line, error=error)
+
+
 def echo(text: str, indent: str = "  ") -> None:
     """Print a sentence: wrapped between words on a terminal, further lines after `indent`; one line in a pipe.
 
@@ -36,4 +51,4 @@ def echo(text: str, indent: str = "  ") -> None:
     width = shutil.get_terminal_size().columns
     if sys.stdout.isatty() and len(text) > width:
         text = textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    typer.echo(text)
+    print_lines(text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedgraft.cli.console import echo, import_runtime
+from fedgraft.cli.console import echo, import_runtime, print_line, print_lines
 from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 
@@ -43,8 +43,8 @@ def show_preflight(out: Path, sites: Sequence[Mapping[str, Any]], problems: Sequ
     warnings = len(problems) - errors
     images = sum(facts["images"] for facts in sites)
     counts = f"{_count(errors, 'error')}, {_count(warnings, 'warning')}"
-    typer.echo(f"{_count(len(sites), 'site')}, {_count(images, 'image')}: {counts}")
-    typer.echo(f"written: {page}")
+    print_line(f"{_count(len(sites), 'site')}, {_count(images, 'image')}: {counts}")
+    print_line(f"written: {page}")
     if errors:
         raise typer.Exit(1)
 
@@ -133,7 +133,7 @@ def worth(
         echo(gains.summary_line(sites, name))
         for site in sites:
             echo(f"{site.name}: {site.verdict}, federated minus alone {site.gain}")
-    typer.echo(f"written: {page}")
+    print_line(f"written: {page}")
 
 
 def _print_example(wanted: bool) -> None:
@@ -142,7 +142,7 @@ def _print_example(wanted: bool) -> None:
         return
     from fedgraft.consortium.release_rules import EXAMPLE
 
-    typer.echo(EXAMPLE, nl=False)
+    print_lines(EXAMPLE.rstrip("\n"))
     raise typer.Exit
 
 
@@ -179,9 +179,14 @@ def show_release(out: Path, release: Release) -> None:
     page = write_release(out, release)
     for check in release.checks:
         if check.verdict is not Verdict.PASS:
-            echo(f"{check.verdict.value}: {check.rule}, {check.site}: {check.measured}; required: {check.required}")
-    typer.echo(f"verdict: {release.verdict.value}")
-    typer.echo(f"written: {page}")
+            site = check.site
+            if site.isdigit():  # clients of a simulation have numbers
+                site = f"site {site}"
+            echo(f"{check.verdict.value}: {check.rule}, {site}: {check.measured}; required: {check.required}")
+    print_line(f"verdict: {release.verdict.value}")
+    if release.verdict is Verdict.OPEN:
+        echo("open: a 95 % interval contains its threshold; more test images narrow it, or the signatories decide")
+    print_line(f"written: {page}")
     if release.verdict is Verdict.FAIL:
         raise typer.Exit(1)
 

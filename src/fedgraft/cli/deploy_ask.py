@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedgraft.cli.console import print_line
 from fedgraft.cli.consortium import show_preflight
 from fedgraft.cli.deploy_coordinator import Fed
 from fedgraft.core.progress import phase
@@ -62,7 +63,7 @@ def _save_in_config(federation: FederationFolder, what: str, options: dict[str, 
     config = validate(merge(federation.config.table, {"data": options}))
     file = federation.path / "config.toml"
     write_text(file, to_toml(config))
-    typer.echo(f"{what} now part of {file}; its fingerprint, for policies, is {config.fingerprint}")
+    print_line(f"{what} now part of {file}; its fingerprint, for policies, is {config.fingerprint}")
 
 
 def evaluate(
@@ -90,14 +91,14 @@ def evaluate(
                 metric=name,
             )
     plan = query.plan_evaluation(federation.config, model, federation.path / "evaluations" / model.resolve().name)
-    typer.echo(f"config of the request: {plan.config.fingerprint}")
-    typer.echo("a node with a policy answers if its policy agrees to this config and allows the action evaluate")
+    print_line(f"config of the request: {plan.config.fingerprint}")
+    print_line("a node with a policy answers if its policy agrees to this config and allows the action evaluate")
     settings = {"config": to_toml(plan.config), "model": str(model.absolute()), "metrics": metrics}
     with phase("nodes evaluate the model"):
         run_task(federation, plan.folder, wait, task="evaluate", **settings)
     result = json.loads((plan.folder / "evaluation.json").read_text())
     for number, reason in result["refused"].items():
-        typer.echo(f"{federation.names[int(number)]} did not answer: {reason}", err=True)
+        print_line(f"{federation.names[int(number)]} did not answer: {reason}", error=True)
     if not result["clients"]:
         raise FedgraftError(
             "E-CLI-NO-ANSWER",
@@ -107,8 +108,8 @@ def evaluate(
     lines = query.evaluation_table(result, federation.names)
     (plan.folder / "evaluation.md").write_text("\n".join(lines) + "\n")
     for line in lines:
-        typer.echo(line)
-    typer.echo(f"written: {plan.folder / 'evaluation.json'}")
+        print_line(line)
+    print_line(f"written: {plan.folder / 'evaluation.json'}")
 
 
 def compare(
@@ -132,14 +133,14 @@ def compare(
         predictor(model)  # refuses what is no model, before any node is asked
     config = config_for_any_model(federation.config)
     folder = federation.path / "comparisons" / f"{first.resolve().name}-{second.resolve().name}"
-    typer.echo(f"config of the request: {config.fingerprint}")
-    typer.echo("a node with a policy answers if it agrees to this config and allows the action comparison")
+    print_line(f"config of the request: {config.fingerprint}")
+    print_line("a node with a policy answers if it agrees to this config and allows the action comparison")
     models = {"model": str(first.absolute()), "other": str(second.absolute())}
     with phase("nodes compare the models"):
         run_task(federation, folder, wait, task="evaluate", config=to_toml(config), **models)
     result = json.loads((folder / RESULT_FILE).read_text())
     for number, reason in result["refused"].items():
-        typer.echo(f"{federation.names[int(number)]} did not answer: {reason}", err=True)
+        print_line(f"{federation.names[int(number)]} did not answer: {reason}", error=True)
     if not result["pooled"]:
         raise FedgraftError(
             "E-CLI-NO-ANSWER",
@@ -151,8 +152,8 @@ def compare(
     lines = comparison_tables(result["models"], sites)
     (folder / "comparison.md").write_text("\n".join(lines) + "\n")
     for line in lines:
-        typer.echo(line)
-    typer.echo(f"written: {folder / RESULT_FILE}")
+        print_line(line)
+    print_line(f"written: {folder / RESULT_FILE}")
 
 
 def release(
@@ -183,14 +184,14 @@ def release(
     require_same_division(federation.config, run)
     config = config_for_any_model(federation.config)
     folder = federation.path / "releases" / run.resolve().name
-    typer.echo(f"config of the request: {config.fingerprint}")
-    typer.echo("a node with a policy answers if it agrees to this config and allows the action membership")
+    print_line(f"config of the request: {config.fingerprint}")
+    print_line("a node with a policy answers if it agrees to this config and allows the action membership")
     settings = {"model": str(run.absolute()), "release": "1", "rare": "\n".join(rare or [])}
     with phase("nodes count the losses of their images"):
         run_task(federation, folder, wait, task="evaluate", config=to_toml(config), **settings)
     result = json.loads((folder / RESULT_FILE).read_text())
     for number, reason in result["refused"].items():
-        typer.echo(f"{federation.names[int(number)]} did not answer: {reason}", err=True)
+        print_line(f"{federation.names[int(number)]} did not answer: {reason}", error=True)
     if not result["clients"]:
         raise FedgraftError(
             "E-CLI-NO-ANSWER",

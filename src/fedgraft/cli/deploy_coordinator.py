@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedgraft.cli.console import print_line, print_lines
 from fedgraft.cli.overrides import Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
@@ -33,17 +34,17 @@ def init(
     node_names = _node_names(nodes, names)
     config = with_clients(config_of(overrides), len(node_names), node_names)
     federation = create_federation(folder, config, node_names, host)
-    typer.echo(f"written: {folder}, a federation of {len(node_names)} nodes with the server at {host}")
-    typer.echo(f"1. send to every node, over a channel you trust: {folder / 'certificates' / 'ca.crt'}")
-    typer.echo("2. every node makes its key (fedgraft deploy key NAME) and sends you NAME.pub; register each:")
+    print_line(f"written: {folder}, a federation of {len(node_names)} nodes with the server at {host}")
+    print_line(f"1. send to every node, over a channel you trust: {folder / 'certificates' / 'ca.crt'}")
+    print_line("2. every node makes its key (fedgraft deploy key NAME) and sends you NAME.pub; register each:")
     for name in federation.names:
-        typer.echo(f"   fedgraft deploy register {folder} {name} {name}.pub")
-    typer.echo(f"3. start the server: fedgraft deploy server {folder} --port PORT")
-    typer.echo("4. every node connects, with its own number:")
+        print_line(f"   fedgraft deploy register {folder} {name} {name}.pub")
+    print_line(f"3. start the server: fedgraft deploy server {folder} --port PORT")
+    print_line("4. every node connects, with its own number:")
     for number, name in enumerate(federation.names):
         options = f"--superlink {host}:PORT --ca ca.crt --key {name}.key"
-        typer.echo(f"   fedgraft deploy node {options} --data PATH --id {number}")
-    typer.echo(f"5. fedgraft deploy submit {folder}, then: fedgraft deploy status {folder}")
+        print_line(f"   fedgraft deploy node {options} --data PATH --id {number}")
+    print_line(f"5. fedgraft deploy submit {folder}, then: fedgraft deploy status {folder}")
 
 
 def app(
@@ -74,11 +75,11 @@ def app(
         )
     place = (run_folder or folder / "run").absolute()
     write_app(folder, to_toml(config), str(place))
-    typer.echo(f"written: {folder}, a Flower app for {config.partition.clients} nodes with partition-id 0, 1, ...")
-    typer.echo("every SuperLink and SuperNode needs this version of fedgraft installed; start the run with:")
-    typer.echo(f"   flwr run {folder}")
-    typer.echo(f"it writes to {place} on the SuperLink's machine")
-    typer.echo("no node keeps a policy, a ledger or an audit log there, and every update is shown to the server")
+    print_line(f"written: {folder}, a Flower app for {config.partition.clients} nodes with partition-id 0, 1, ...")
+    print_line("every SuperLink and SuperNode needs this version of fedgraft installed; start the run with:")
+    print_line(f"   flwr run {folder}")
+    print_line(f"it writes to {place} on the SuperLink's machine")
+    print_line("no node keeps a policy, a ledger or an audit log there, and every update is shown to the server")
 
 
 def _node_names(nodes: int | None, names: str | None) -> list[str]:
@@ -111,7 +112,7 @@ def register(
     if running_server(federation) is not None:
         synchronize_keys(federation)
     number = federation.names.index(name)
-    typer.echo(f"registered {name}: client {number}, fingerprint {key_fingerprint(public_key)}")
+    print_line(f"registered {name}: client {number}, fingerprint {key_fingerprint(public_key)}")
 
 
 def server(
@@ -128,18 +129,18 @@ def server(
     with phase("starting the server"):
         started = start_server(federation, port, bind)
     address = f"{federation.host}:{started.port}"
-    typer.echo(f"the server runs at {address} (TLS, registered keys only; log: {federation.log})")
+    print_line(f"the server runs at {address} (TLS, registered keys only; log: {federation.log})")
     registered = federation.registered()
     missing = [name for name in federation.names if name not in registered]
     if missing:
-        typer.echo(
+        print_line(
             f"no key yet of: {', '.join(missing)}; register them with: fedgraft deploy register {fed} NAME KEY.pub"
         )
     if wait:
         try:
             _wait_for_nodes(federation)
         except KeyboardInterrupt:
-            typer.echo(f"\nthe server keeps running; who is connected: fedgraft deploy status {fed}")
+            print_lines(f"\nthe server keeps running; who is connected: fedgraft deploy status {fed}")
 
 
 def _wait_for_nodes(federation: FederationFolder) -> None:
@@ -148,19 +149,19 @@ def _wait_for_nodes(federation: FederationFolder) -> None:
 
     from fedgraft.deploy.coordinator import connect_control
 
-    typer.echo("waiting for the nodes; Ctrl-C stops the waiting, not the server")
+    print_line("waiting for the nodes; Ctrl-C stops the waiting, not the server")
     connected: set[str] = set()
     with connect_control(federation) as control:
         while len(connected) < len(federation.names):
             online = {node.name for node in control.nodes() if node.online}
             for name in sorted(online - connected):
-                typer.echo(f"connected: {name}")
+                print_line(f"connected: {name}")
             for name in sorted(connected - online):
-                typer.echo(f"disconnected: {name}")
+                print_line(f"disconnected: {name}")
             connected = online
             time.sleep(1)
     total = len(federation.names)
-    typer.echo(f"all {total} nodes are connected; start the run with: fedgraft deploy submit {federation.path}")
+    print_line(f"all {total} nodes are connected; start the run with: fedgraft deploy submit {federation.path}")
 
 
 def submit(
@@ -187,8 +188,8 @@ def submit(
     _name_missing(federation, nodes)
     with phase("starting the run"):
         run = submit_run(federation, path, server_data, wait)
-    typer.echo(f"run {run} started; it writes to {path}")
-    typer.echo(f"its status: fedgraft deploy status {fed}   live: fedgraft studio {fed}")
+    print_line(f"run {run} started; it writes to {path}")
+    print_line(f"its status: fedgraft deploy status {fed}   live: fedgraft studio {fed}")
 
 
 def _name_missing(federation: FederationFolder, nodes: list[RegisteredNode]) -> None:
@@ -196,7 +197,7 @@ def _name_missing(federation: FederationFolder, nodes: list[RegisteredNode]) -> 
     online = {node.name for node in nodes if node.online}
     missing = [name for name in federation.names if name not in online]
     if online and missing:
-        typer.echo(f"not connected: {', '.join(missing)}; the run waits for them for a while", err=True)
+        print_line(f"not connected: {', '.join(missing)}; the run waits for them for a while", error=True)
 
 
 def status(fed: Fed) -> None:
@@ -210,37 +211,39 @@ def status(fed: Fed) -> None:
     with phase("querying the server"):
         present = federation_status(federation)
     if not present.address:
-        typer.echo(f"server: not running; start it with: fedgraft deploy server {fed}")
+        print_line(f"server: not running; start it with: fedgraft deploy server {fed}")
         if present.run is not None:
-            typer.echo(f"run {present.run}: {present.run_status}{_describe_rounds(federation, present)}")
-            typer.echo(f"folder: {present.folder}")
+            print_line(f"run {present.run}: {present.run_status}{_describe_rounds(federation, present)}")
+            print_line(f"folder: {present.folder}")
             _print_contributions(federation, present)
         return
-    typer.echo(f"server: {present.address}, process {present.process}")
+    print_line(f"server: {present.address}, process {present.process}")
     for node in present.nodes:
         connection = "not connected"
         if not node.registered:
             connection = "no key registered"
         elif node.online:
             connection = "connected"
-        typer.echo(f"client {node.number}: {node.name}: {connection} now")
+        print_line(f"client {node.number}: {node.name}: {connection} now")
     if present.run is None:
-        typer.echo(f"runs: none; start one with: fedgraft deploy submit {fed}")
+        print_line(f"runs: none; start one with: fedgraft deploy submit {fed}")
         return
-    typer.echo(f"run {present.run}: {present.run_status}{_describe_rounds(federation, present)}")
+    print_line(f"run {present.run}: {present.run_status}{_describe_rounds(federation, present)}")
     _print_contributions(federation, present)
     if present.waits_for:
-        typer.echo(f"now: the run waits for {', '.join(present.waits_for)}: too few nodes for a secure sum")
+        print_line(f"now: the run waits for {', '.join(present.waits_for)}: too few nodes for a secure sum")
     if present.folder is not None and not present.run_over:
         for line in current_phases(present.folder):
-            typer.echo(f"now: {line}")
+            print_line(f"now: {line}")
         for transfer in present.transfers:
-            typer.echo(f"now: {transfer['name']}: {describe_transfer(transfer)}")
+            print_line(f"now: {transfer['name']}: {describe_transfer(transfer)}")
     if present.folder is not None:
-        typer.echo(f"folder: {present.folder}")
+        print_line(f"folder: {present.folder}")
     if present.reason:  # failed, or stopped by something other than `deploy stop`
-        typer.echo(f"the run died: {present.reason}", err=True)
-        typer.echo(f"fix this, then resume: fedgraft deploy submit {fed} --folder {present.folder} --resume", err=True)
+        print_line(f"the run died: {present.reason}", error=True)
+        print_line(
+            f"fix this, then resume: fedgraft deploy submit {fed} --folder {present.folder} --resume", error=True
+        )
         raise typer.Exit(1)
 
 
@@ -264,10 +267,10 @@ def _print_contributions(federation: FederationFolder, present: FederationStatus
         return
     rounds = describe_contributions(lines)
     if rounds is None:
-        typer.echo("contributions: not recorded, because differential privacy covers who took part")
+        print_line("contributions: not recorded, because differential privacy covers who took part")
         return
     for number, name in enumerate(federation.names):
-        typer.echo(f"contributed: {name}: {rounds.get(number, 'in none of the rounds so far')}")
+        print_line(f"contributed: {name}: {rounds.get(number, 'in none of the rounds so far')}")
 
 
 def stop(
@@ -290,12 +293,12 @@ def stop(
                 folder = folder_of_run(federation, state.id)
                 if folder is not None:
                     option = f" --folder {folder}"
-                typer.echo(
+                print_line(
                     f"run {state.id} is stopped; continue it with: fedgraft deploy submit {fed}{option} --resume"
                 )
     if run:
         return
     if stop_server(federation):
-        typer.echo("the server is stopped")
+        print_line("the server is stopped")
     else:
-        typer.echo("the server was not running")
+        print_line("the server was not running")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fedgraft.cli.console import print_line
 from fedgraft.cli.overrides import DeviceName
 from fedgraft.core.errors import FedgraftError
 
@@ -46,8 +47,8 @@ def slurm(
     site = Site(name, superlink, id, source, device, cpus, memory, gpus)
     site.check()
     _write(file, slurm_script(site, ca.absolute(), key.absolute(), data.absolute(), hours, partition))
-    typer.echo(f"submit it with: sbatch {file}")
-    typer.echo(f"and once more with --dependency=singleton, so that another job follows after {hours} hours")
+    print_line(f"submit it with: sbatch {file}")
+    print_line(f"and once more with --dependency=singleton, so that another job follows after {hours} hours")
 
 
 def compose(
@@ -70,7 +71,7 @@ def compose(
     site = Site(name, superlink, id, source, device, cpus, memory, gpus)
     site.check()
     _write(file, compose_file(site, image, state.absolute(), data.absolute()))
-    typer.echo(f"start it with: docker compose -f {file} up --detach")
+    print_line(f"start it with: docker compose -f {file} up --detach")
 
 
 def k8s(
@@ -95,9 +96,9 @@ def k8s(
     site.check()
     _write(file, kubernetes_manifest(site, image, claim, path, state))
     secret = f"fedgraft-{name}"
-    typer.echo("make its secret, then apply it:")
-    typer.echo(f"   kubectl create secret generic {secret} --from-file=ca.crt --from-file=node.key={name}.key")
-    typer.echo(f"   kubectl apply -f {file}")
+    print_line("make its secret, then apply it:")
+    print_line(f"   kubectl create secret generic {secret} --from-file=ca.crt --from-file=node.key={name}.key")
+    print_line(f"   kubectl apply -f {file}")
 
 
 def _write(file: Path, text: str) -> None:
@@ -107,4 +108,4 @@ def _write(file: Path, text: str) -> None:
             "E-CLI-LAUNCH-FILE", f"{file} exists already", "choose another name, or remove it", path=str(file)
         )
     file.write_text(text)
-    typer.echo(f"written: {file} ({UNTRIED})")
+    print_line(f"written: {file} ({UNTRIED})")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedgraft.cli.console import print_line, print_lines
 from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 
@@ -30,9 +31,9 @@ def key(
             name=name,
         )
     private, public = make_node_key(folder, name)
-    typer.echo(f"{private}  the private key: keep it here, and never send it to anyone")
-    typer.echo(f"{public}  the public key: send it to the coordinator")
-    typer.echo(f"fingerprint {key_fingerprint(public)}  (read it out to the coordinator, who compares)")
+    print_line(f"{private}  the private key: keep it here, and never send it to anyone")
+    print_line(f"{public}  the public key: send it to the coordinator")
+    print_line(f"fingerprint {key_fingerprint(public)}  (read it out to the coordinator, who compares)")
 
 
 def node(
@@ -56,9 +57,9 @@ def node(
     if studio:
         start_node_studio(options)
     try:
-        run_node(options, typer.echo)
+        run_node(options, print_line)
     except KeyboardInterrupt:
-        typer.echo("the node has ended")
+        print_line("the node has ended")
 
 
 def start_node_studio(options: NodeOptions) -> None:
@@ -71,7 +72,7 @@ def start_node_studio(options: NodeOptions) -> None:
     view = NodeView(options.home, f"{options.key.stem}, client {options.client}")
     server = Server(Studio(node=view.state))
     threading.Thread(target=server.run, name="studio", daemon=True).start()
-    typer.echo(f"this node's page is at {server.address} (this machine only)")
+    print_line(f"this node's page is at {server.address} (this machine only)")
 
 
 def install_signal_handlers() -> None:
@@ -127,9 +128,9 @@ def local(
         )
     try:
         with display.LiveProgress(console) as live:
-            summary = run_local_federation(config, path, live, typer.echo)
+            summary = run_local_federation(config, path, live, print_line)
     except KeyboardInterrupt:
-        typer.echo(f"\ninterrupted; everything is stopped. The same command continues the run in {path}", err=True)
+        print_lines(f"\ninterrupted; everything is stopped. The same command continues the run in {path}", error=True)
         raise typer.Exit(130) from None
     display.print_results(console, config.name, summary)
     display.print_paths(console, path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedgraft.cli.console import echo, import_runtime
+from fedgraft.cli.console import echo, import_runtime, print_line
 from fedgraft.cli.deploy_coordinator import Fed
 from fedgraft.cli.overrides import Overrides, config_of
 from fedgraft.core.errors import FedgraftError
@@ -56,23 +56,23 @@ def policy(
     if key is not None:
         known = NodeState(key.absolute().with_suffix(".home")).data_ledger()
     policy = safe_policy(config, algorithm, allow or (), known.most_questions, known.epsilon)
-    typer.echo("a node with this policy carries out a request only if it follows all of these rules:")
+    print_line("a node with this policy carries out a request only if it follows all of these rules:")
     for sentence in in_words(policy):
         echo(f"  {sentence}", "    ")
     if not policy.secure:
-        typer.echo("this config has no secure aggregation: the coordinator sees this node's updates one by one")
+        print_line("this config has no secure aggregation: the coordinator sees this node's updates one by one")
     if policy.secure and policy.epsilon is None:
-        typer.echo(
+        print_line(
             "a class that this site alone has is not hidden by the sum: what is added to it comes from here. Clipping "
             "and noise of the clients hide it: privacy.dp with privacy.dp.noise_source=distributed"
         )
     if policy.secure and config.data.class_names is None:
-        typer.echo(
+        print_line(
             "the class names are not in this config, so the coordinator names them: `deploy preflight --fix-classes` "
             "makes them part of it"
         )
     if policy.epsilon is None:
-        typer.echo("this config has no differential privacy: the finished model may remember single images")
+        print_line("this config has no differential privacy: the finished model may remember single images")
     if key is not None:
         path = key.absolute().parent / "policy.toml"
         if path.exists():
@@ -83,7 +83,7 @@ def policy(
                 path=str(path),
             )
         path.write_text(policy_toml(policy))
-        typer.echo(f"written: {path}; the node reads it at every request. Edit it, then see: --check {path}")
+        print_line(f"written: {path}; the node reads it at every request. Edit it, then see: --check {path}")
 
 
 def _check_policy(file: Path, config: Config, algorithm: Algorithm) -> None:
@@ -100,10 +100,10 @@ def _check_policy(file: Path, config: Config, algorithm: Algorithm) -> None:
         )
     broken = broken_rules(parse(file.read_text(), str(file)), config, algorithm)
     for sentence in broken:
-        typer.echo(f"refused by the rule {sentence}")
+        print_line(f"refused by the rule {sentence}")
     if broken:
         raise typer.Exit(1)
-    typer.echo(f"a node with {file} takes part in the run {config.digest}")
+    print_line(f"a node with {file} takes part in the run {config.digest}")
 
 
 def _config(overrides: list[str] | None) -> Config:
@@ -123,8 +123,8 @@ def fingerprint(
 
     public = key.with_suffix(".pub")
     name, identity = announced_identity(public)
-    typer.echo(f"{name}: {key_fingerprint(public)}")
-    typer.echo(f"identity in secure sums: {short_identity(identity)}")
+    print_line(f"{name}: {key_fingerprint(public)}")
+    print_line(f"identity in secure sums: {short_identity(identity)}")
 
 
 def trust(
@@ -155,15 +155,15 @@ def trust(
             ) from None
     if remove:
         peers.pop(str(number), None)
-        typer.echo(f"client {number} is no longer pinned; its key is trusted on first use")
+        print_line(f"client {number} is no longer pinned; its key is trusted on first use")
     else:
         name, identity = announced_identity(public)
         peers[str(number)] = {"name": name, "identity": identity.hex()}
-        typer.echo(
+        print_line(
             f"client {number} is {name}, identity {short_identity(identity)}: compare this with its owner, by voice"
         )
     write_text(path, _peers_toml(peers))
-    typer.echo(f"written: {path}; with `pinned_peers = true` in policy.toml, others are refused")
+    print_line(f"written: {path}; with `pinned_peers = true` in policy.toml, others are refused")
 
 
 def _peers_toml(peers: Mapping[str, Mapping[str, str]]) -> str:
@@ -194,7 +194,7 @@ def revoke(fed: Fed, name: Annotated[str, typer.Argument(help="the node's name")
     federation.key(name).unlink()
     if running_server(federation) is not None:
         synchronize_keys(federation)
-    typer.echo(f"revoked: the key of {name} (client {federation.names.index(name)})")
+    print_line(f"revoked: the key of {name} (client {federation.names.index(name)})")
 
 
 def renew(fed: Fed) -> None:
@@ -206,8 +206,8 @@ def renew(fed: Fed) -> None:
     renew_server_certificate(federation.certificates, federation.host)
     server_days = days_left(federation.certificates / "server.crt")
     authority_days = days_left(federation.authority)
-    typer.echo(f"the server's certificate is valid for {server_days} days, the authority's for {authority_days}")
-    typer.echo(f"restart the server to use it: fedgraft deploy stop {fed}, then fedgraft deploy server {fed}")
+    print_line(f"the server's certificate is valid for {server_days} days, the authority's for {authority_days}")
+    print_line(f"restart the server to use it: fedgraft deploy stop {fed}, then fedgraft deploy server {fed}")
 
 
 def audit(
@@ -222,11 +222,11 @@ def audit(
         raise FedgraftError("E-CLI-NO-AUDIT", f"there is no {path}: nothing has left this node yet", path=str(path))
     lines = list(read_entries(path))
     for line in lines[-last:]:
-        typer.echo(_audit_text(line))
+        print_line(_audit_text(line))
     answers = [line for line in lines if line["kind"] not in EVENTS]
     sent = sum(line["bytes"] for line in answers)
     refused = sum(line["kind"] == "refused" for line in lines)
-    typer.echo(
+    print_line(
         f"{len(lines)} lines, hash chain intact; {sent:,} bytes left in {len(answers)} responses, "
         f"{refused} requests were refused"
     )
@@ -236,35 +236,37 @@ def _audit_text(line: Mapping[str, Any]) -> str:
     """Return one line of the audit log as text."""
     import time
 
-    from fedgraft.deploy.audit import EVENTS
+    from fedgraft.deploy.audit import EVENTS, place_in_run
 
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
     action = line.get("action", "")
     if line.get("sums"):
         action += f" of {line['sums']}"
-    action += f", round {line.get('round')}"
+    place = place_in_run(line)
+    if place:
+        action += f", {place}"
     if line["kind"] in EVENTS:
         return f"{line['n']:6d}  {when}  {EVENTS[line['kind']]} {action}: {line['why']}"
     return f"{line['n']:6d}  {when}  {action}: {line['bytes']:,} bytes, {line['protection']}"
 
 
 def ledger(key: Key) -> None:
-    """Node: show what was answered about this node's images ; exit code 1 if the ledger is a restored one."""
+    """Node: show what was answered about this node's images; exit code 1 if the ledger is a restored one."""
     from fedgraft.deploy.node_state import NodeState
 
     known = NodeState(key.absolute().with_suffix(".home")).data_ledger()
-    typer.echo(f"counter {known.counter}; it only grows, and peers hold its signature")
+    print_line(f"counter {known.counter}; it only grows, and peers hold its signature")
     for rows, questions in sorted(known.asked.items()):
         over = ", ".join(map(str, known.sets.get(rows, []))) or "this node alone"
         split = rows.partition("/")[0]
-        typer.echo(f"{split} images ({rows}): {len(questions)} questions outside the rounds, sums over clients {over}")
+        print_line(f"{split} images ({rows}): {len(questions)} questions outside the rounds, sums over clients {over}")
     for run, (latest, count, _) in sorted(known.rounds.items()):
-        typer.echo(f"run {run}: {count} hidden rounds, the latest is {int(latest) + 1}")
+        print_line(f"run {run}: {count} hidden rounds, the latest is {int(latest) + 1}")
     for run, (epsilon, delta) in sorted(known.spent.items()):
-        typer.echo(f"run {run}: epsilon {epsilon:.4g}, delta {delta:.2g}")
-    typer.echo(f"all runs together: epsilon {known.epsilon:.4g}, delta {known.delta:.2g}")
+        print_line(f"run {run}: epsilon {epsilon:.4g}, delta {delta:.2g}")
+    print_line(f"all runs together: epsilon {known.epsilon:.4g}, delta {known.delta:.2g}")
     if known.proven:
-        typer.echo(
+        print_line(
             f"RESTORED FROM A BACKUP: a peer holds this node's signature of its ledger at {known.proven}. The node "
             "answers nothing. Put the newest ledger back, or make a new key, which begins a new ledger."
         )
@@ -281,12 +283,12 @@ def clean(
 
     removals = removable(key.absolute().with_suffix(".home"), cache)
     if not removals:
-        typer.echo("there is nothing to remove")
+        print_line("there is nothing to remove")
         return
     for removal in removals:
-        typer.echo(f"{removal.path}: {removal.meaning}, {removal.bytes / 1e6:.1f} MB")
+        print_line(f"{removal.path}: {removal.meaning}, {removal.bytes / 1e6:.1f} MB")
     if not yes:
-        typer.echo("nothing was removed; to remove it: --yes")
+        print_line("nothing was removed; to remove it: --yes")
         return
     remove(removals)
-    typer.echo("removed")
+    print_line("removed")

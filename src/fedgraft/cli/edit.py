@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fedgraft.cli.console import import_runtime
+from fedgraft.cli.console import import_runtime, print_line, print_lines
 from fedgraft.core.errors import FedgraftError
 
 app = typer.Typer(
@@ -51,7 +51,7 @@ def save(
 
     edit = edit_of_run(run, last)
     size = edit_file.save_edit(edit, file, half)
-    typer.echo(f"written: {file}  ({size:,} bytes, {edit.space.size:,} coordinates, base {edit.base})")
+    print_line(f"written: {file}  ({size:,} bytes, {edit.space.size:,} coordinates, base {edit.base})")
 
 
 @app.command()
@@ -70,7 +70,7 @@ def apply(
     from fedgraft.runs.edit_files import EditBase, apply_to_folder
 
     apply_to_folder(edit_file.load_edit(file), EditBase(model, classes, image_size, seed), to, scale)
-    typer.echo(f"written: {to}")
+    print_line(f"written: {to}")
 
 
 @app.command()
@@ -93,7 +93,7 @@ def add(
         strengths = numbers(scales, "--scales")
     rule = MergeRule(how, share, tuple(runs or ()), seed=seed)
     total = add_files(files, strengths, to, half, rule)
-    typer.echo(f"written: {to}  ({total.space.size:,} coordinates)")
+    print_line(f"written: {to}  ({total.space.size:,} coordinates)")
 
 
 @app.command()
@@ -103,7 +103,7 @@ def negate(file: File, to: To, half: Half = False) -> None:
     from fedgraft.edit import edit_file
 
     edit_file.save_edit(edit_file.load_edit(file).negate(), to, half)
-    typer.echo(f"written: {to}")
+    print_line(f"written: {to}")
 
 
 @app.command()
@@ -112,7 +112,7 @@ def inspect(file: File) -> None:
     import_runtime()
     from fedgraft.edit import edit_file
 
-    typer.echo(str(edit_file.inspect_edit(edit_file.load_edit(file))))
+    print_lines(str(edit_file.inspect_edit(edit_file.load_edit(file))))
 
 
 @app.command()
@@ -129,7 +129,7 @@ def sweep(
 
     results = sweep_on_run(edit_file.load_edit(file), run, numbers(lambdas, "--lambdas"))
     for strength, result in results:
-        typer.echo(f"lambda {strength:<8g} accuracy {100 * result.accuracy:6.2f} %   loss {result.loss:.4f}")
+        print_line(f"lambda {strength:<8g} accuracy {100 * result.accuracy:6.2f} %   loss {result.loss:.4f}")
     if out is not None:
         from fedgraft.report.figures import curves
 
@@ -137,7 +137,7 @@ def sweep(
         accuracies = [100 * result.accuracy for _, result in results]
         series = {"": (strengths, accuracies)}
         title = "Accuracy by strength of the edit"
-        typer.echo(curves(out, series, xlabel="strength λ", ylabel="validation accuracy (%)", title=title))
+        print_line(curves(out, series, xlabel="strength λ", ylabel="validation accuracy (%)", title=title))
 
 
 @app.command()
@@ -150,4 +150,4 @@ def figures(
     from fedgraft.runs.mask_figures import figures_of_runs
 
     for path in figures_of_runs(runs, out):
-        typer.echo(path)
+        print_line(path)

@@ -27,7 +27,7 @@ from fedgraft.cli import selftest as cli_selftest
 from fedgraft.cli import studio as cli_studio
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.cli import verify as cli_verify
-from fedgraft.cli.console import echo, import_runtime
+from fedgraft.cli.console import echo, import_runtime, print_line, print_lines
 from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import Phase, shown_by
@@ -61,7 +61,7 @@ def _print_version(requested: bool) -> None:
     if requested:
         from importlib.metadata import version
 
-        typer.echo(f"fedgraft {version('fedgraft')}")
+        print_line(f"fedgraft {version('fedgraft')}")
         raise typer.Exit
 
 
@@ -189,9 +189,9 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
                 summary = run_federated(config, folder, live)
     except KeyboardInterrupt:
         if (folder / "run.json").exists():
-            typer.echo(f"\ninterrupted; the state is saved. Continue with: fedgraft resume {folder}", err=True)
+            print_lines(f"\ninterrupted; the state is saved. Continue with: fedgraft resume {folder}", error=True)
         else:
-            typer.echo("\ninterrupted; nothing was done yet.", err=True)
+            print_lines("\ninterrupted; nothing was done yet.", error=True)
         raise typer.Exit(130) from None
     finally:
         console.quiet = False
@@ -220,10 +220,10 @@ def presets_(name: Annotated[str | None, typer.Argument(help="print this preset 
     from fedgraft.config import presets
 
     if name is not None:
-        typer.echo(presets.text(name))
+        print_lines(presets.text(name))
         return
     for key, line in presets.summaries().items():
-        typer.echo(f"{key:24} {line}")
+        print_line(f"{key:24} {line}")
 
 
 @app.command()
@@ -235,7 +235,7 @@ def algorithms() -> None:
         text = f"{name:14} {line}"
         if own_options:
             text += f" [{', '.join(own_options)}]"
-        typer.echo(text)
+        print_line(text)
 
 
 @app.command()
@@ -246,9 +246,9 @@ def options(
     from fedgraft.config.describe import describe_options
 
     for line in describe_options(common_only=not every):
-        typer.echo(line)
+        print_line(line)
     if not every:
-        typer.echo("\n`fedgraft options --all` lists all options.")
+        print_lines("\n`fedgraft options --all` lists all options.")
 
 
 @app.command()
@@ -256,7 +256,7 @@ def tools(context: typer.Context) -> None:
     """List the other commands: planning, sweeps, baselines, edits, audits."""
     above = context.parent
     if above is not None and isinstance(above.command, click.Group):
-        typer.echo(cli_help.list_tools(above.command, above))
+        print_lines(cli_help.list_tools(above.command, above))
 
 
 app.command()(cli_advise.advise)
@@ -321,12 +321,12 @@ def main() -> None:
         with shown_by(_screen):
             app(prog_name="fedgraft")
     except FedgraftError as error:
-        typer.echo(f"fedgraft: {error}", err=True)
+        print_lines(f"fedgraft: {error}", error=True)
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:
-        typer.echo(f"fedgraft: {error.filename or 'a file'}: {error.strerror or error}", err=True)
+        print_line(f"fedgraft: {error.filename or 'a file'}: {error.strerror or error}", error=True)
         sys.exit(2)
 
 

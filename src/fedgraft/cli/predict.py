@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fedgraft.cli.console import echo, import_runtime
+from fedgraft.cli.console import echo, import_runtime, print_line, print_lines
 from fedgraft.cli.overrides import DeviceName
 from fedgraft.core.errors import FedgraftError
 
@@ -41,7 +41,7 @@ def predict(
     files = files_of(images)
     predictions = predictor(model, site)(files)
     if as_json:
-        typer.echo(json.dumps([asdict(prediction) for prediction in predictions], indent=2))
+        print_lines(json.dumps([asdict(prediction) for prediction in predictions], indent=2))
     elif as_csv:
         _write_csv(predictions, top)
     else:
@@ -49,13 +49,13 @@ def predict(
             best = "  ".join(f"{label}  {100 * score:.1f} %" for label, score in prediction.top(top))
             if not best and not prediction.error:
                 best = "no finding is over its threshold"
-            typer.echo(f"{prediction.image}\t{prediction.error or best}")
+            print_line(prediction.image, prediction.error or best)
     unreadable = sum(bool(prediction.error) for prediction in predictions)
     if unreadable == 0:
         return
     if unreadable == len(predictions):
         raise FedgraftError("E-CLI-NO-READABLE-IMAGE", "none of the images could be read")
-    typer.echo(f"fedgraft: {unreadable} of {len(predictions)} images could not be read.", err=True)
+    print_line(f"fedgraft: {unreadable} of {len(predictions)} images could not be read.", error=True)
     raise typer.Exit(1)
 
 
@@ -108,7 +108,7 @@ def evaluate(
 
     measured = evaluate_run(model, data)
     if as_json:
-        typer.echo(json.dumps(_as_table(measured), indent=2))
+        print_lines(json.dumps(_as_table(measured), indent=2))
         return
     accuracy = "no accuracy"
     if measured.metrics.get("accuracy"):
@@ -116,10 +116,10 @@ def evaluate(
     top5 = ""
     if len(measured.classes) > display.FEW:
         top5 = f"  top-5 {100 * measured.top5:.2f} %"
-    typer.echo(f"{accuracy}{top5}  loss {measured.loss:.4f}")
+    print_line(f"{accuracy}{top5}  loss {measured.loss:.4f}")
     display.print_classes(rich.get_console(), measured.classes, measured.metrics)
     for place, reason in measured.skipped:
-        typer.echo(f"left out: {place}: {reason}")
+        print_line(f"left out: {place}: {reason}")
 
 
 def _as_table(measured: ModelMetrics) -> dict[str, object]:
@@ -155,5 +155,5 @@ def export(
         "onnx": "README.md shows how onnxruntime reads it",
         "edit": "apply it to its base with: fedgraft edit apply",
     }
-    typer.echo(f"written: {to}")
+    print_line(f"written: {to}")
     echo(hints[kind])

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from fedgraft.cli.console import import_runtime, print_line, print_lines
 from fedgraft.core.errors import FedgraftError
 
 Json = Annotated[bool, typer.Option("--json", help="as JSON")]
@@ -28,7 +29,7 @@ def list_(runs: Annotated[Path, typer.Argument(help="a folder of runs")] = Path(
         )
     if as_json:
         rows = [{**asdict(info), "path": str(info.path)} for info in infos]
-        typer.echo(json.dumps(rows, indent=2))
+        print_lines(json.dumps(rows, indent=2))
     else:
         display.print_runs(rich.get_console(), infos)
 
@@ -53,18 +54,17 @@ def show(run: Annotated[Path, typer.Argument(help="the run folder")], as_json: J
             "rounds": lines,
             "config": from_folder(run).table,
         }
-        typer.echo(json.dumps(record, indent=2))
+        print_lines(json.dumps(record, indent=2))
         return
-    console = rich.get_console()
-    console.print(f"{run}: {folder.status} {folder.reason}", highlight=False, markup=False, soft_wrap=True)
+    print_line(f"{run}: {folder.status} {folder.reason}")
     for line in [*changes(from_folder(run)), f"(other options have their defaults: {run / 'config.toml'})"]:
-        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+        print_line(f"  {line}")
     if summary:
+        console = rich.get_console()
         display.print_results(console, run.name, summary)
         display.print_paths(console, run)
     elif lines:
-        text = f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_line(f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}")
 
 
 def compare(
@@ -92,12 +92,11 @@ def compare(
     infos, written = compare_runs(runs, out, figure_formats(formats))
     display.print_runs(rich.get_console(), infos)
     for path in written:
-        typer.echo(path)
+        print_line(path)
 
 
 def _compare_on_images(models: list[Path], data: Path, out: Path) -> None:
     """Print the paired tests of two models on labelled images; write them to paired.json and paired.md in `out`."""
-    from fedgraft.cli.console import import_runtime
     from fedgraft.core.files import make_folder
     from fedgraft.core.store import write_text
 
@@ -120,7 +119,7 @@ def _compare_on_images(models: list[Path], data: Path, out: Path) -> None:
     write_text(out / "paired.json", json.dumps(plain, indent=2) + "\n")
     write_text(out / "paired.md", "\n".join(lines) + "\n")
     for line in lines:
-        typer.echo(line)
+        print_line(line)
     for place, reason in comparison.skipped:
-        typer.echo(f"left out: {place}: {reason}")
-    typer.echo(out / "paired.md")
+        print_line(f"left out: {place}: {reason}")
+    print_line(out / "paired.md")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedgraft.cli.console import import_runtime
+from fedgraft.cli.console import import_runtime, print_line
 from fedgraft.cli.overrides import DeviceName
 
 if TYPE_CHECKING:
@@ -27,17 +27,17 @@ def selftest(
 
     result = test_device(device or AUTO, only or (), _print_check)
     for name, reason in result.refused.items():
-        typer.echo(f"refused {name}: {reason}")
+        print_line(f"refused {name}: {reason}")
     facts = ", ".join(f"{name} {value}" for name, value in result.facts.items())
-    typer.echo(facts)
+    print_line(facts)
     rates = ", ".join(f"{name} {value:,.0f}" for name, value in result.speed.items())
-    typer.echo(f"images per second of a tiny network: {rates}")
+    print_line(f"images per second of a tiny network: {rates}")
     if out is not None:
         out.write_text(json.dumps(result.as_table(), indent=2) + "\n")
-        typer.echo(f"written: {out}")
+        print_line(f"written: {out}")
     failed = [check.name for check in result.checks if not check.passed]
     if failed:
-        typer.echo(f"fedgraft: {len(failed)} of {len(result.checks)} checks failed: {', '.join(failed)}", err=True)
+        print_line(f"fedgraft: {len(failed)} of {len(result.checks)} checks failed: {', '.join(failed)}", error=True)
         raise typer.Exit(1)
 
 
@@ -46,4 +46,4 @@ def _print_check(check: Check) -> None:
     verdict = "passed" if check.passed else "FAILED"
     repeated = "the same twice" if check.repeats else "not the same twice"
     distance = f"{check.difference:9.2e} from the stored result"
-    typer.echo(f"{verdict}  {check.name:22} {distance}, {repeated}, {check.seconds:.1f} s")
+    print_line(f"{verdict}  {check.name:22} {distance}, {repeated}, {check.seconds:.1f} s")

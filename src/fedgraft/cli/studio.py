@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedgraft.cli.console import print_line
 from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ def serve(shown: Studio, port: int | None, open_page: bool) -> None:
     from fedgraft.studio.server import Server, open_privately
 
     server = Server(shown, port)
-    typer.echo(f"the studio is at {server.address}")
-    typer.echo("only this machine reaches it, and only with this address; Ctrl-C ends it")
+    print_line(f"the studio is at {server.address}")
+    print_line("only this machine reaches it, and only with this address; Ctrl-C ends it")
     if open_page:
         open_privately(server.address)
     server.run()

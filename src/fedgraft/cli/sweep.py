@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedgraft.cli.console import import_runtime
+from fedgraft.cli.console import import_runtime, print_line, print_lines
 from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 
@@ -43,7 +43,7 @@ def resumable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("\ninterrupted; the runs are saved. The same command continues from here.", err=True)
+        print_lines("\ninterrupted; the runs are saved. The same command continues from here.", error=True)
         raise typer.Exit(130) from None
 
 
@@ -116,19 +116,19 @@ def sweep(
     if array:
         from fedgraft.consortium.slurm import write_array_script
 
-        Search(plan, root, typer.echo)  # refuses wrong values before anything is written
+        Search(plan, root, print_line)  # refuses wrong values before anything is written
         write_plan(plan, root)
-        typer.echo(f"submit it with: sbatch {write_array_script(root, array)}")
+        print_line(f"submit it with: sbatch {write_array_script(root, array)}")
         return
     with resumable():
-        results = Search(plan, root, typer.echo).run(processes)
+        results = Search(plan, root, print_line).run(processes)
     print_settings(setting_rows(results))
     winner = best_trial(results)
     if winner is not None:
-        typer.echo(f"best on validation: {winner.label}")
+        print_line(f"best on validation: {winner.label}")
         if not any(summary["best_round"] for summary in winner.summaries.values()):
-            typer.echo(_NO_GAIN)
-    typer.echo(f"tables: {root / 'table.md'} (also .csv, .tex) and {root / 'runs.csv'}")
+            print_line(_NO_GAIN)
+    print_line(f"tables: {root / 'table.md'} (also .csv, .tex) and {root / 'runs.csv'}")
 
 
 def find_lr(
@@ -155,10 +155,10 @@ def find_lr(
             name += "-central"
         root = Path("sweeps") / name
     with resumable():
-        findings = find_rate(plan, root, processes, typer.echo)
+        findings = find_rate(plan, root, processes, print_line)
     print_settings(findings.rows())
-    typer.echo(f"best on validation: local.lr={findings.best.rate:g}")
+    print_line(f"best on validation: local.lr={findings.best.rate:g}")
     if not findings.best.improved:
-        typer.echo(_NO_GAIN)
+        print_line(_NO_GAIN)
     if findings.at_edge:
-        typer.echo("the best learning rate is still at the edge of those tried; try more with --rates")
+        print_line("the best learning rate is still at the edge of those tried; try more with --rates")

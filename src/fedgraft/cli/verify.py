@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fedgraft.cli.console import print_line
 from fedgraft.core.errors import FedgraftError
 
 
@@ -33,5 +34,5 @@ def verify(
             raise FedgraftError(
                 "E-CLI-REPLAY-MISMATCH", f"{run} cannot be repeated bit for bit: {listed}", run=str(run)
             )
-        typer.echo(f"{run} was repeated from its config: every round ends with the same bits.")
-    typer.echo(f"{run} matches its log: {description}.")
+        print_line(f"{run} was repeated from its config: every round ends with the same bits.")
+    print_line(f"{run} matches its log: {description}.")

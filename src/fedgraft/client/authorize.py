@@ -45,7 +45,7 @@ def authorize(request: Request, algorithm: Algorithm, context: ClientContext, me
         _spend_epsilon(request, context, policies, ledger)
     elif action is not None and (context.replays or algorithm.privacy.collects_sum):
         question = check_question(request, action, algorithm, context, ledger, "")
-        ledger.record_question(rows_of(request, action, context), question, "")
+        ledger.record_question(rows_of(request, action, context), question, "", request.run)
     return ledger.write(memory)
 
 
@@ -82,7 +82,8 @@ def check_question(
     limits = [policy.queries for policy in policies_in_force(algorithm, context) if policy.queries is not None]
     question = question_digest(action.name, action.canonical(request, context), request)
     repeatable = action.phase is RunPhase.EVALUATION  # over the same clients the same model scores the same
-    ledger.check_question(rows_of(request, action, context), question, plan, min(limits, default=None), repeatable)
+    rows = rows_of(request, action, context)
+    ledger.check_question(rows, question, plan, request.run, min(limits, default=None), repeatable)
     return question
 
 

@@ -6,7 +6,8 @@ Three rules follow from it, whatever the actions are called:
 
 - Outside the rounds all hidden sums about the same rows are over the same clients. The difference of two sums over
   different sets is what one client added.
-- What was asked once is not asked again under another number.
+- What was asked once is not asked again in the same run under another number. Another run may ask it: over the same
+  clients the sum is the same.
 - The number of answers about the same rows has a limit, and so has the epsilon of all runs together.
 
 The ledger only grows, and its counter with it; the clock has no part in it. Peers keep the largest counter that they
@@ -70,9 +71,10 @@ class DataLedger:
     sets: dict[str, list[int]] = field(default_factory=dict)
     """By rows the clients over whom every hidden sum outside the rounds is."""
     asked: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By rows what was asked outside the rounds, as digests, with the digest of the sum's plan (in the clear: "")."""
+    """By rows what was asked outside the rounds, as digests: the digest of the sum's plan (in the clear: ""), a space,
+    and the run that asked last."""
     pending: dict[str, list[str]] = field(default_factory=dict)
-    """By rows the plan and the question of the hidden sum that this client is in, until it is about to be opened."""
+    """By rows plan, question and run of the hidden sum that this client is in, until it is about to be opened."""
     rounds: dict[str, list[int | str]] = field(default_factory=dict)
     """By run: the latest hidden round, how many there were, and a chained digest of question and clients of each."""
     spent: dict[str, list[float]] = field(default_factory=dict)
@@ -151,36 +153,40 @@ class DataLedger:
 
     # ---- questions outside the rounds
 
-    def check_question(self, rows: Rows, question: str, plan: str, most: int | None, repeatable: bool = False) -> None:
-        """Refuse a question about these rows that was answered before, or one more than `most`.
+    def check_question(
+        self, rows: Rows, question: str, plan: str, run: str, most: int | None, repeatable: bool = False
+    ) -> None:
+        """Refuse a question about these rows that this run asked before, or one more than `most`.
 
         `plan` is the digest of the plan of the hidden sum that answers it, "" for an answer in the clear. The same sum
         may be asked for again, and so may an answer in the clear, which is the same one every time. A `repeatable`
-        question may be answered by other sums too: over the same clients they are all the same.
+        question may be answered by other sums too: over the same clients (`require_same_set`) they are all the same.
+        So it is with another run, whose number of the same sum is another one.
         """
         known = self.asked.get(rows.key, {})
         digest = question[:_DIGITS]
         if digest in known:
-            if known[digest] != plan[:_DIGITS] and not repeatable:
+            earlier_plan, _, earlier_run = known[digest].partition(" ")
+            if earlier_run == run and earlier_plan != plan[:_DIGITS] and not repeatable:
                 raise Refused("this very sum was asked for before, under another number", "repeat", check="request")
             return
         if most is not None and self.questions_about(rows) >= most:
             raise Refused(f"{most} questions about the same rows are allowed, and there were as many", "queries")
 
-    def record_question(self, rows: Rows, question: str, plan: str) -> None:
-        """Record that a question about these rows is answered by the hidden sum of this plan, or in the clear ("")."""
+    def record_question(self, rows: Rows, question: str, plan: str, run: str) -> None:
+        """Record that a run's question about these rows is answered by the hidden sum of this plan, or in the clear."""
         known = self.asked.get(rows.key, {})
-        self.asked[rows.key] = {**known, question[:_DIGITS]: plan[:_DIGITS]}
+        self.asked[rows.key] = {**known, question[:_DIGITS]: f"{plan[:_DIGITS]} {run}"}
 
-    def hold_question(self, rows: Rows, question: str, plan: str) -> None:
+    def hold_question(self, rows: Rows, question: str, plan: str, run: str) -> None:
         """Remember a question until it is known whether its sum is opened; the one before is forgotten."""
-        self.pending[rows.key] = [plan, question]
+        self.pending[rows.key] = [plan, question, run]
 
     def record_held_question(self, rows: Rows, plan: str) -> None:
         """Record the question of a hidden sum that is about to be opened."""
-        held_plan, question = self.pending.get(rows.key, ["", ""])
+        held_plan, question, run = self.pending.get(rows.key, ["", "", ""])
         if held_plan == plan:
-            self.record_question(rows, question, plan)
+            self.record_question(rows, question, plan, run)
 
     def questions_about(self, rows: Rows) -> int:
         """Return how many questions about these rows, or rows that may overlap them, were answered."""

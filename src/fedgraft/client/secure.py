@@ -69,15 +69,16 @@ def secure_stage(
             if not action.in_rounds:
                 plan = secure_client.plan.digest
                 question = check_question(request, action, algorithm, context, ledger, plan)
-                ledger.hold_question(rows_of(request, action, context), question, plan)
+                ledger.hold_question(rows_of(request, action, context), question, plan, request.run)
             full_request = with_full_model(request, context)
             history = context.history
-            if history is not None and action.in_rounds:
+            trains = action.in_rounds and action.model != "none"  # a held update was trained, and checked, before
+            if history is not None and trains:
                 history.check(full_request, algorithm, context)
             if history is not None and action.phase is RunPhase.CALIBRATION and full_request.vector is not None:
                 history.check_scored(full_request, algorithm, context)
             summand, memory_after = action.summed(full_request, algorithm, context, memory)
-            if history is not None and action.in_rounds:
+            if history is not None and trains:
                 history.record(full_request, algorithm, update_length(summand))
             values = _with_cut_flag(secure_client.plan.ring, summand, request)
             for name, tensor in memory_after.items():

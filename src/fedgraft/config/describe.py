@@ -190,8 +190,8 @@ def _choices(annotation: Any) -> str:
 def option_fields() -> list[dict[str, Any]]:
     """Return every option as a form needs it, in the order of the config.
 
-    Each has `key`, `section` (its heading), `input` (choice, switch, number or text), `choices`, `default` as text,
-    `description`, and whether it is `common`.
+    Each has `key`, `section` (its heading), `input` (choice, switch, number or text), `choices`, `suggestions` (words
+    that it takes beside registered ones), `default` as text, `description`, and whether it is `common`.
     """
     return _section_fields(Config, "", "The run")
 
@@ -205,7 +205,10 @@ def _section_fields(section: type[BaseModel], prefix: str, heading: str) -> list
             title = (inner.__doc__ or name).strip().splitlines()[0]
             fields += _section_fields(inner, f"{prefix}{name}.", title)
         else:
-            fields.append(_field(prefix + name, heading, field.default, field.description or "", field.annotation))
+            shown = _field(prefix + name, heading, field.default, field.description or "", field.annotation)
+            if issubclass(section, ChoiceSection) and name == section.chosen_by:
+                shown["suggestions"] = sorted(section.functions())
+            fields.append(shown)
     if issubclass(section, ChoiceSection):
         for name, owners in _options_by_name(section).items():
             option = next(iter(owners.values()))
@@ -227,6 +230,7 @@ def _field(key: str, heading: str, default: Any, description: str, annotation: A
         "section": heading,
         "input": _input_of(annotation, choices),
         "choices": choices,
+        "suggestions": [],
         "default": default_text,
         "description": description,
         "common": key in COMMON,

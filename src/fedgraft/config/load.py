@@ -94,11 +94,15 @@ def parse_override(word: str) -> dict[str, Any]:
 def _override_value(key: str, text: str) -> Any:
     """Return the value of a `key=value` word.
 
-    `none` means the default, unless it is a word of the option itself. Words with commas are a list where the option is
+    `none` means the default, unless it is a word of the option itself or the option is always a word
+    (`schedule.kind=none`). Words with commas are a list where the option is
     one: `metrics=auroc,f1`.
     """
-    own_words = str(annotation_of(key))
+    annotation = annotation_of(key)
+    own_words = str(annotation)
     if text in ("true", "false") and f"'{text}'" in own_words:
+        return text
+    if text == "none" and annotation is str:
         return text
     try:
         return tomllib.loads(f"x = {text}")["x"]
@@ -209,6 +213,8 @@ def _likely_option(key: str) -> str:
     names = known_keys()
     table, _, word = key.rpartition(".")
     meant_word = OTHER_NAMES.get(word.lower())
+    if meant_word is None and not table:
+        meant_word = word
     if meant_word is not None:
         for name in names:
             same_table = not table or name.rpartition(".")[0].startswith(table)

@@ -221,7 +221,12 @@ class Estimate:
         self.done += 1
         self.ended += 1
         left = (time.monotonic() - self.began) / self.ended * (self.total - self.done)
-        return f"[{self.done}/{self.total}] {text}; about {left / 60:.0f} min left"
+        line = f"[{self.done}/{self.total}] {text}"
+        if self.done == self.total:
+            return line
+        if left < 60:
+            return f"{line}; less than a minute left"
+        return f"{line}; about {left / 60:.0f} min left"
 
 
 def run_cells(

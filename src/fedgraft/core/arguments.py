@@ -6,11 +6,14 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from fedgraft.core.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError, UnknownName
 
 C = TypeVar("C", bound=type)
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 OTHER_NAMES: Mapping[str, str] = {
     "learningrate": "lr",
@@ -24,6 +27,11 @@ OTHER_NAMES: Mapping[str, str] = {
     "participation": "fraction",
     "n_clients": "clients",
     "num_clients": "clients",
+    "num_classes": "classes",
+    "n_classes": "classes",
+    "x": "images",
+    "y": "labels",
+    "targets": "labels",
     "rounds": "total",
     "num_rounds": "total",
     "local_epochs": "epochs",
@@ -34,8 +42,11 @@ OTHER_NAMES: Mapping[str, str] = {
 """Names of options as other programs call them, and as they are called here."""
 
 
-def refuse_unknown(label: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise for the first of the argument `names` that is not `known`; `label` says whose arguments they are."""
+def refuse_unknown(label: str, names: Iterable[str], known: Iterable[str], example: str = "") -> None:
+    """Raise for the first of the argument `names` that is not `known`; `label` says whose arguments they are.
+
+    `example` is a right call, for the hint where no known name is near.
+    """
     known = list(known)
     for name in names:
         if name in known:
@@ -45,6 +56,8 @@ def refuse_unknown(label: str, names: Iterable[str], known: Iterable[str]) -> No
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
             likely = near[0] if near else ""
         hint = f"it has {', '.join(known)}"
+        if example:
+            hint = f"for example {example}"
         if likely:
             hint = f"the nearest one is {likely!r}"
         raise FedgraftError(
@@ -81,3 +94,48 @@ def checked_names(label: str) -> Callable[[C], C]:
         return owner
 
     return decorate
+
+
+def checked_call(example: str, options: type | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator of a function after which unknown and missing arguments raise a `FedgraftError`.
+
+    `example` is a right call of the function; `options` is the `TypedDict` of those that it passes on as a whole.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        """Return the function with its arguments checked first."""
+        expected = signature(function)
+        known = []
+        for parameter in expected.parameters.values():
+            if parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
+                known.append(parameter.name)
+        known += getattr(options, "__annotations__", {})
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            """Check the arguments, then call the function."""
+            refuse_unknown(function.__name__, kwargs, known, example)
+            try:
+                expected.bind(*args, **kwargs)
+            except TypeError as error:
+                raise FedgraftError(
+                    "E-CORE-ARGUMENTS", f"{function.__name__}: {error}", f"for example {example}"
+                ) from None
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def unknown_name(owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> UnknownName:
+    """Return the error about an attribute that `owner` does not have.
+
+    `elsewhere` has hints for what other libraries call otherwise.
+    """
+    hint = elsewhere.get(name, "")
+    if not hint:
+        near = difflib.get_close_matches(name, [word for word in known if not word.startswith("_")], n=1, cutoff=0.5)
+        if near:
+            hint = f"the nearest one is {near[0]!r}"
+    return UnknownName("E-CORE-UNKNOWN-NAME", f"{owner} has no attribute {name!r}", hint, name=name)

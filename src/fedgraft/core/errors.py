@@ -50,6 +50,14 @@ def _sentence(message: str, hint: str) -> str:
     return f"{message.rstrip('.')}; {hint.rstrip('.')}."
 
 
+class UnknownName(FedgraftError, AttributeError):
+    """There is no attribute of this name; also an `AttributeError`, which `hasattr` and copying expect."""
+
+    def __init__(self, code: str, message: str, hint: str = "", name: str = "") -> None:
+        super().__init__(code, message, hint, attribute=name)
+        self.name = name
+
+
 class Refused(FedgraftError):
     """A client does not carry out a request. `rule` names what it breaks; the sentence says nothing of the data."""
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,35 @@ EVENTS = {
     "believed": "TRUSTED ON FIRST USE",  # in logs of version 0.2, which remain valid
 }
 """Kinds of lines that are no answer to the server, as they are shown."""
+_MEASURING = ("counts", "scores")
+"""Sums whose number is twice that of the model's round, and one more for test images (`runs/measure.py`)."""
+_LARGEST_ROUND = 10**8
+"""A larger number is the time of a question outside any run (`deploy evaluate`, `compare`, `release`)."""
 _TAIL = 1 << 16  # bytes read from the end; a line is far shorter
+
+
+def place_in_run(entry: Mapping[str, Any]) -> str:
+    """Return to which round of the run a line of the log belongs, as the run counts them; "" if to none.
+
+    A line has the number of the request. It counts rounds of training from 0, and sums of each kind on their own.
+    """
+    from fedgraft.client.policy import TRAINING  # imports torch, which a waiting node does without
+
+    number = entry.get("round", -1)
+    name = entry.get("sums") or entry.get("action", "")
+    hidden = str(entry.get("action", "")).startswith("secure.")
+    if not isinstance(number, int) or not 0 <= number < _LARGEST_ROUND:
+        return ""
+    if name in TRAINING:
+        return f"round {number + 1}"
+    if not hidden:
+        return f"round {number}"
+    if name in _MEASURING:
+        split = "validation"
+        if number % 2:
+            split = "test"
+        return f"round {number // 2}, {split} images"
+    return f"sum {number + 1}"
 
 
 def append_entry(path: Path, **entry: Any) -> None:

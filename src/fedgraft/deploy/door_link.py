@@ -190,5 +190,10 @@ def describe_transfer(transfer: Mapping[str, Any]) -> str:
 
 
 def _amount(done: int, total: int) -> str:
-    """Return a part of some bytes in words."""
-    return f"{done / 1e6:.1f} of {total / 1e6:.1f} MB ({100 * done // max(1, total)} %)"
+    """Return a part of some bytes in words, both in the unit that fits the whole."""
+    unit = "MB"
+    scale = 1e6
+    if total < 1e6:
+        unit = "kB"
+        scale = 1e3
+    return f"{done / scale:.1f} of {total / scale:.1f} {unit} ({100 * done // max(1, total)} %)"

@@ -45,6 +45,8 @@ CONNECTED = "connected to the server as node"
 """Begins the line that is printed when the node is admitted."""
 UNREACHABLE = "the server does not answer; trying again"
 WORKING = "working on a request:"
+ANSWERED = "the request is answered"
+"""Printed when the server has the whole answer."""
 FAILED = "the node ended: "
 """Begins the last line of a node that cannot continue: the error as JSON."""
 KEY_IN_USE_SECONDS = 60.0
@@ -176,6 +178,8 @@ class NodeLoop:
             print("the server no longer wants the answer to this request", flush=True)
         except AnswerRefused as refusal:
             print(f"the server refused the answer: {refusal}", flush=True)
+        else:
+            print(ANSWERED, flush=True)
         (self.home / FINISHED_ANSWER).unlink(missing_ok=True)
 
     def carry_out_delivery(self, delivery: Delivery) -> WorkerResponse:

@@ -92,8 +92,8 @@ def _authorize(request: Request, config: Config, policy: Policy, ledger: DataLed
         settings = {"config": config.fingerprint}  # the keys of peers change nothing of what is reported
         question = question_digest(ACTION, settings, Request(request.run, 0, 0, ACTION))
         rows = Rows("train", "all")
-        ledger.check_question(rows, question, "", policy.queries)
-        ledger.record_question(rows, question, "")
+        ledger.check_question(rows, question, "", request.run, policy.queries)
+        ledger.record_question(rows, question, "", request.run)
 
 
 def _signed_key(private: bytes, identity: Identity, config: Config, client: int) -> str:

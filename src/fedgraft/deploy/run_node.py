@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +139,7 @@ def run_node(options: NodeOptions, echo: Callable[[str], None]) -> None:
     options.check()
     process = options.start()
     identity = processes.process_id(process)
-    lines: list[str] = []
+    lines: deque[str] = deque(maxlen=_LAST_LINES)
     last_message = ""
     try:
         for line in _follow_log(options.log, process):
@@ -150,7 +151,7 @@ def run_node(options: NodeOptions, echo: Callable[[str], None]) -> None:
     finally:
         processes.end_process(identity)
         process.wait()
-    raise node_failure("\n".join(lines[-_LAST_LINES:]), options)
+    raise node_failure("\n".join(lines), options)
 
 
 def _follow_log(log: Path, process: subprocess.Popen[bytes]) -> Iterator[str]:

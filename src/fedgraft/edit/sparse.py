@@ -24,6 +24,7 @@ from fedgraft.core.messages import pack_bits
 from fedgraft.core.protocols import Network
 from fedgraft.core.ranges import Count, Few, Inner, Number, Positive, Rest, Unit
 from fedgraft.core.registry import TRAINABLES
+from fedgraft.core.roles import WORDS
 from fedgraft.core.space import EditSpace, masked, select
 from fedgraft.core.state import EVERYONE, ServerState
 from fedgraft.edit.adaptive import AdaptiveSparsity
@@ -31,7 +32,7 @@ from fedgraft.edit.calibrate import Calibration, CalibrationMode, average, calib
 from fedgraft.edit.choose import choose, coordinate_budget, strategy_named
 from fedgraft.edit.fisher import Scores
 from fedgraft.edit.masks import Mask, union
-from fedgraft.edit.scope import Scope, resolve
+from fedgraft.edit.scope import Scope, matches, resolve
 from fedgraft.edit.trainable import (
     Ask,
     Rates,
@@ -376,9 +377,12 @@ class Sparse:
     # ---- scope and adaptive sparsity --------------------------------------------------------------------------------
 
     def scope_on(self, network: Network) -> Scope:
-        """Return which tensors the mask may touch, which are trained densely, and which are frozen."""
+        """Return which tensors the mask may touch, which are trained densely, and which are frozen.
+
+        A name or glob in `dense` is trained whole even in frozen blocks (the class token beside `freeze_blocks`); a
+        keyword such as "norm" speaks of the blocks that are not frozen.
+        """
         shapes = {}
-        dense = list(self.dense)
         head = []
         early = []
         for name, parameter in network.named_parameters():
@@ -387,13 +391,13 @@ class Sparse:
                 head.append(name)
             elif frozen_early(network, name, self.freeze_blocks):
                 early.append(name)
-        if self.head:
-            dense += head
-            excluded = early
-        else:
-            excluded = early + head
-        frozen = [name for name in excluded if name not in dense]
-        return resolve(shapes, self.scope, frozen, dense)
+        keywords = [pattern for pattern in self.dense if pattern in WORDS]
+        globs = [pattern for pattern in self.dense if pattern not in WORDS]
+        frozen = [name for name in (early if self.head else early + head) if not matches(name, globs)]
+        dense = head if self.head else []
+        dense += [name for name in shapes if matches(name, keywords) and name not in frozen]
+        unknown = [word for word in keywords if not any(matches(name, [word]) for name in shapes)]  # refused there
+        return resolve(shapes, self.scope, frozen, [*dense, *globs, *unknown])
 
     def first_block(self, network: Network) -> int:
         """Return the first block with a maskable or densely trained tensor."""

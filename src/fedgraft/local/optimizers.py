@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
 from fedgraft.core.device import Device, fetch
+from fedgraft.core.errors import FedgraftError
 from fedgraft.core.ranges import NotNegative, Rest, in_range
 
 OptimizerState = dict[str, Tensor]
@@ -168,3 +170,20 @@ def clip_each_(gradients: Tensor, limit: float) -> None:
     norms = torch.linalg.vector_norm(gradients, dim=1).to(Device(gradients.device).widest)
     factors = torch.where(norms > limit, limit / norms, 1.0)
     gradients.mul_(factors.to(gradients.dtype).unsqueeze(1))
+
+
+def typed_optimizer(optimizer: Any) -> Optimizer:
+    """Return the optimizer, built with its defaults if it is a name or a function ("adamw", `adamw`)."""
+    by_name: dict[str, Callable[[], Optimizer]] = {"sgdm": sgdm, "sgd": sgdm, "adamw": adamw}
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, str) and optimizer.lower() in by_name:
+        return by_name[optimizer.lower()]()
+    for make in by_name.values():
+        if optimizer is make:
+            return make()
+    raise FedgraftError(
+        "E-LOCAL-OPTIMIZER",
+        f"{getattr(optimizer, '__name__', optimizer)!r} is no optimizer of clients",
+        "give 'sgdm', 'adamw', or an fedgraft.local.optimizers.Optimizer of your own",
+    )

@@ -24,7 +24,7 @@ from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.loss_scale import LossScale
 from fedgraft.local.losses import Look, Loss, LossContext, Value, balancing, cross_entropy, known_counts
 from fedgraft.local.mixing import mix
-from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, new_state, sgdm, state_on
+from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, new_state, sgdm, state_on, typed_optimizer
 from fedgraft.local.progress import Snapshot, TrainingProgress, resumable
 from fedgraft.local.record_gradients import RecordSpace, record_gradients
 from fedgraft.privacy.records import RecordSteps, clipped_sum
@@ -102,6 +102,7 @@ class LocalTraining:
     """training steps through torch.compile: a minute of compiling in each process, then other last bits that repeat"""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "optimizer", typed_optimizer(self.optimizer))
         ranges.check_ranges(self, "local")
         if self.compile and self.amp == "float16":
             raise FedgraftError(

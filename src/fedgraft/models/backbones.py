@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedgraft.core.arguments import checked_call
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import derive
 from fedgraft.models import folders
 from fedgraft.models.dino_hub import has_dino_names, vit_of
 from fedgraft.models.families import FAMILIES, Family
 from fedgraft.models.network import VisionNetwork, check_classes, draw_head, linear_layer
-from fedgraft.models.quiet import drawn_from, quiet
+from fedgraft.models.quiet import drawn_from, quiet, require_matching_torchvision
 from fedgraft.models.small import NoBackbone, SmallCnn, SmallConfig
 
 NANO = Path(__file__).parent / "nano"
@@ -48,6 +49,7 @@ _DEFAULTS: dict[str, dict[str, int | str]] = {
 }
 
 
+@checked_call("fg.model('nano')")
 def model(
     source: Any,
     classes: int | None = None,
@@ -330,6 +332,7 @@ def _draw_backbone(kind: str, options: dict[str, Any], seed: int) -> nn.Module:
 
 def _draw_vit(options: dict[str, Any], seed: int) -> nn.Module:
     """Return a ViT drawn from the seed."""
+    require_matching_torchvision()
     from transformers import ViTConfig, ViTModel
 
     width = options["width"]
@@ -359,6 +362,7 @@ def _draw_vit(options: dict[str, Any], seed: int) -> nn.Module:
 
 def _draw_resnet(options: dict[str, Any], seed: int) -> nn.Module:
     """Return a ResNet-18 for small images drawn from the seed."""
+    require_matching_torchvision()
     from transformers import ResNetConfig
 
     from fedgraft.models.cifar_resnet import CifarResNetModel

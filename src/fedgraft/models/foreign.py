@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fedgraft.core.arguments import checked_call
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import torch_stream
 from fedgraft.models.dino_hub import has_dino_names
@@ -18,6 +19,7 @@ from fedgraft.models.quiet import drawn_from
 _USUAL_SIZES = (224, 32, 64, 28, 96, 128, 256, 299, 384, 16, 8)
 
 
+@checked_call("fg.module(net, head='fc')")
 def module(
     net: nn.Module,
     head: str = "fc",

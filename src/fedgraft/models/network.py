@@ -354,7 +354,13 @@ def _cut_of(config: Any) -> Family | Hooked:
 
 
 def check_classes(classes: int) -> None:
-    """Refuse a number of classes below 1."""
+    """Refuse what is no number of classes, and one below 1."""
+    if not isinstance(classes, int):
+        raise FedgraftError(
+            "E-MODELS-CLASSES",
+            f"the number of classes is {classes!r}",
+            "give their number; the names are those of the data",
+        )
     if classes < 1:
         raise FedgraftError(
             "E-MODELS-CLASSES",

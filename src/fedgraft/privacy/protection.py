@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedgraft.aggregate.server_rules import RoundInfo
 from fedgraft.aggregate.slots import Step
+from fedgraft.core.arguments import checked_call
 from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.state import ServerState
@@ -593,6 +594,7 @@ Privacy = Clear
 CLEAR = Clear()
 
 
+@checked_call("fg.secure(fg.fedavg())")
 def secure(
     algorithm: Algorithm,
     limit: float = 1.0,
@@ -606,6 +608,7 @@ def secure(
     holders), `degree` is the number of neighbours of a client in large cohorts (None: everyone), and a class with fewer
     than `smallest_group` images at a client is left out of sums of scores.
     """
+    _require_algorithm(algorithm)
     current = algorithm.privacy
     options = SumOptions(limit, threshold, degree, smallest_group)
     strategy: Privacy
@@ -619,8 +622,10 @@ def secure(
     return replace(algorithm, privacy=strategy)
 
 
+@checked_call("fg.private(algorithm, fg.DifferentialPrivacy(mechanism)), or privacy.dp.epsilon=8 in a config")
 def private(algorithm: Algorithm, dp: DifferentialPrivacy) -> Algorithm:
     """Return the algorithm under client-level differential privacy; it must weigh every client the same."""
+    _require_algorithm(algorithm)
     link = dp.link()
     current = algorithm.privacy
     strategy: Privacy
@@ -689,3 +694,13 @@ def _uncovered_part(algorithm: Algorithm) -> str:
     if algorithm.closed_form or algorithm.trainable.scores_data:
         return f"{algorithm.name} as configured asks for sums over the images"
     return ""
+
+
+def _require_algorithm(algorithm: Any) -> None:
+    """Raise an error for a name or a function of an algorithm: only an object can be protected."""
+    if not hasattr(algorithm, "privacy"):
+        raise FedgraftError(
+            "E-PRIVACY-ALGORITHM",
+            f"{getattr(algorithm, '__name__', algorithm)!r} is not an algorithm but its name",
+            "call it first, for example fg.secure(fg.fedavg())",
+        )

@@ -25,6 +25,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedgraft.core.progress import Phase
+from fedgraft.core.text import printable
 from fedgraft.report.values import NONE, accuracy, clock, format_epsilon, label, metric, metric_column, percent, size
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class LiveProgress:
 
     def start(self, total: int, done: int, text: str) -> None:
         """Begin a run of `total` rounds, of which `done` were finished before; print `text`, which describes it."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(printable(text), highlight=False, markup=False)
         self.total = total
         self.done = done
         self.printed_round = done
@@ -134,7 +135,7 @@ class LiveProgress:
             self.bar.remove_task(self.bars.pop(phase))
         for phase in phases:
             if phase not in self.bars and phase.seconds > self.bar_after:
-                self.bars[phase] = self.bar.add_task(escape(phase.name), total=phase.total or None, numbers="")
+                self.bars[phase] = self.bar.add_task(cell(phase.name), total=phase.total or None, numbers="")
             if phase in self.bars:
                 numbers = ""
                 if phase.unit:
@@ -160,8 +161,13 @@ class LiveProgress:
 
     def print_line(self, text: str) -> None:
         """Print a line above the bars."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
         self.last_line = time.monotonic()
+
+
+def cell(text: str) -> str:
+    """Return a text as a cell shows it: word for word, and without what moves the cursor."""
+    return escape(printable(text))
 
 
 def protection_rows(privacy: Mapping[str, Any]) -> dict[str, str]:
@@ -195,7 +201,7 @@ def print_results(console: Console, title: str, summary: Mapping[str, Any]) -> N
     rows |= _validation_rows(summary)
     rows |= _cost_rows(summary)
     rows |= _personal_rows(summary.get("personal") or {})
-    table = Table(title=escape(title), show_header=False, title_justify="left")
+    table = Table(title=cell(title), show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*row)
     if console.is_terminal:  # sentences, which may have several lines; nothing here is for copying
@@ -295,7 +301,7 @@ def _print_clients(console: Console, clients: Mapping[str, Mapping[str, Any]], h
         metrics = [values.get(key) for values in first_clients.values()]
         columns.append(metric_column(metrics))
     for name, *cells in zip(first_clients, *columns, strict=True):
-        table.add_row(escape(name), *cells)
+        table.add_row(cell(name), *cells)
     print_table(console, table)
 
 
@@ -313,7 +319,7 @@ def print_runs(console: Console, infos: Sequence[RunInfo]) -> None:
             sent = size(info.bytes)
         if info.seconds:
             seconds = clock(info.seconds)
-        name = escape(str(info.path))
+        name = cell(str(info.path))
         table.add_row(info.status, rounds, percent(info.best), percent(info.test), sent, seconds, name)
     print_table(console, table)
 
@@ -334,7 +340,7 @@ def print_classes(console: Console, classes: Sequence[str], metrics: Mapping[str
                 cells.append(NONE)
             else:
                 cells.append(f"{value.value:.3f}")
-        table.add_row(escape(name), *cells)
+        table.add_row(cell(name), *cells)
     print_table(console, table)
 
 

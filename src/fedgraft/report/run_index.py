@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ class IndexedRun:
     """One run as the index keeps it."""
 
     name: str
-    """Its path below the folder; the folder's own name if the folder is a run itself."""
+    """Its path as seen from the folder (`run_name`)."""
     stamp: Stamp
     status: str
     """As the run wrote it; whether a `running` one still runs is asked anew each time."""
@@ -52,11 +52,15 @@ class IndexedRun:
 class RunIndex:
     """The runs below `root`, by name; `refresh` brings them up to date.
 
-    `cache` is the folder of index files; None: the user's cache folder.
+    `cache` is the folder of index files; None: the user's cache folder. `elsewhere` returns folders of runs that
+    belong to the list too, although they may lie elsewhere: a federation knows where its runs were written.
     """
 
-    def __init__(self, root: Path | str, cache: Path | None = None) -> None:
+    def __init__(
+        self, root: Path | str, cache: Path | None = None, elsewhere: Callable[[], Iterable[Path]] = tuple
+    ) -> None:
         self.root = Path(root)
+        self.elsewhere = elsewhere
         if cache is None:
             cache = cache_dir() / "indexes"
         digest = hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:24]
@@ -67,8 +71,8 @@ class RunIndex:
         """Read the runs whose files changed since the last call; return the names of those that changed or are gone."""
         present: dict[str, IndexedRun] = {}
         changed: set[str] = set()
-        for folder in run_folders(self.root):
-            name = self._name(folder)
+        for folder in self._folders():
+            name = run_name(folder, self.root)
             known = self.runs.get(name)
             stamp = stamp_of(folder)
             if known is not None and known.stamp == stamp:
@@ -133,11 +137,13 @@ class RunIndex:
             )
         return infos
 
-    def _name(self, folder: Path) -> str:
-        """Return the name of the run in a folder."""
-        if folder == self.root:
-            return folder.name
-        return folder.relative_to(self.root).as_posix()
+    def _folders(self) -> Iterator[Path]:
+        """Yield the folders of all runs: those below the root, and those elsewhere that are there."""
+        yield from run_folders(self.root)
+        root = self.root.resolve()
+        for folder in self.elsewhere():
+            if not folder.is_relative_to(root) and (folder / "run.json").is_file():
+                yield folder
 
     def _load(self) -> dict[str, IndexedRun]:
         """Return the runs of the index file; none if it is missing, damaged or of another version."""
@@ -180,6 +186,13 @@ _EMPTY_ROW: dict[str, Any] = {
     "reason": "",
     "changed": 0.0,
 }
+
+
+def run_name(folder: Path, root: Path) -> str:
+    """Return the name of the run in a folder: its path as seen from `root`, also where it lies elsewhere (`../run`)."""
+    if folder == root:
+        return folder.name
+    return Path(os.path.relpath(folder, root)).as_posix()
 
 
 def run_folders(root: Path) -> Iterator[Path]:

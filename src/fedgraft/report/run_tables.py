@@ -215,7 +215,7 @@ def trained_layers(layers: Rows) -> list[dict[str, Any]]:
     rows = []
     for layer in layers:
         row = {"layer": str(layer["name"]), "trained": layer["trained"], "weights": layer["of"]}
-        row["share"] = f"{100 * layer['trained'] / max(1, layer['of']):.2f}"
+        row["share (%)"] = f"{100 * layer['trained'] / max(1, layer['of']):.2f}"
         rows.append(row)
     return rows
 

@@ -262,7 +262,9 @@ def _costs(summary: Mapping[str, Any], config: Mapping[str, Any], lines: Lines) 
     if edited:
         trained = edited["coordinates"]
         total = edited["of"]
-        yield "Weights trained", percent(trained / max(1, total), 1), f"{trained:,} of {total:,}"
+        share = trained / max(1, total)
+        digits = 1 if share >= 0.001 else 3
+        yield "Weights trained", percent(share, digits), f"{trained:,} of {total:,}"
     if lines:
         seconds = summary.get("seconds") or sum(map(seconds_of, lines))
         rounds = max(line.get("round", 0) for line in lines)

@@ -25,6 +25,7 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.config.build import check_private, source_for_data
 from fedgraft.config.load import load, merge, to_toml, validate
 from fedgraft.config.options import Config
+from fedgraft.core.arguments import unknown_name
 from fedgraft.core.code_identity import digest_of
 from fedgraft.core.device import choose_devices
 from fedgraft.core.errors import FedgraftError
@@ -55,6 +56,17 @@ from fedgraft.runs.task import Task
 from fedgraft.runs.tracking import Progress
 
 log = logging.getLogger("fedgraft")
+
+
+ELSEWHERE = {
+    "plot": "`report` is the path of a page with its curves, and `curve()` returns their numbers",
+    "history": "`metrics` has a line for each round, and `curve()` the validation accuracies",
+    "save": "use `save_pretrained(folder)`",
+    "score": "use `evaluate(data)`, or `accuracy`",
+    "model": "`network` is the adapted network, and `module()` yours",
+    "load": "fg.adapted(folder) opens the model of a finished run, and fg.predictor(folder) labels images with it",
+}
+"""Where a result has what other libraries call otherwise."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +112,18 @@ class Result:
         """
         return self.predictor.predict_named(named_images(images))
 
-    def evaluate(self, data: Dataset | str | Path | None = None) -> ModelMetrics:
+    def evaluate(self, data: Dataset | FederatedData | str | Path | None = None) -> ModelMetrics:
         """Return the metrics of the delivered model on labelled images, by default on the test images."""
         if data is None:
             return self.predictor.measure(self.task.test_images)
+        if isinstance(data, FederatedData):
+            data = data.dataset
+        if not isinstance(data, Dataset | str | Path):
+            raise FedgraftError(
+                "E-RUN-EVALUATE-TYPE",
+                f"a {type(data).__name__} is no labelled data",
+                "give a folder, or fg.data.arrays(images, labels), fg.data.dataset(your_dataset)",
+            )
         return self.predictor.evaluate(data)
 
     def save_pretrained(self, folder: str | Path, kind: str = "merged") -> Path:
@@ -134,6 +154,10 @@ class Result:
             if "accuracy" in line:
                 points.append((int(line["round"]), float(line["accuracy"])))
         return points
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise for a name that a result does not have, and say what was probably meant."""
+        raise unknown_name("Result", name, [*dir(type(self)), *type(self).__dataclass_fields__], ELSEWHERE)
 
     def __repr__(self) -> str:
         summary = self.summary
@@ -224,6 +248,8 @@ def run(
         default_folder = Path("runs") / f"{parts.config.name}-{parts.config.digest}"
         return _run_parts(parts, Path(folder or default_folder), progress, callbacks, None)
     algorithm = as_algorithm(algorithm)
+    if clients is None and not isinstance(options.get("data"), Mapping):
+        clients = options.pop("data", None)  # what other libraries call the third argument
     data = _clients(clients)
     network = fedgraft.models.model(source_for_data(model, data.dataset), seed=seed)
     own_schedule: Schedule | None = None
@@ -231,7 +257,7 @@ def run(
         own_schedule = schedule
     elif schedule is not None:
         options["schedule"] = schedule
-    options |= {"rounds": _rounds_table(data, rounds, fraction, evaluate_every), "device": device}
+    options |= {"rounds": _rounds_table(data, rounds, fraction, evaluate_every), "device": str(device)}
     if head is not None:
         options["model"] = _head_table(head)
     if metrics:

@@ -94,7 +94,14 @@ class AfterEachRound(Callback):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.takes_state = len(signature(function).parameters) > 1
+        count = len(signature(function).parameters)
+        if count == 0:
+            raise FedgraftError(
+                "E-RUN-CALLBACK",
+                f"the callback {getattr(function, '__name__', function)} takes no argument",
+                "let it take a round's line, or the line and the state",
+            )
+        self.takes_state = count > 1
 
     def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> StopRun | None:
         """Call the function and return its `StopRun`, if it gave one."""

@@ -304,7 +304,7 @@ class _Run:
         seconds = time.perf_counter() - began
         self.tally = replace(tally, seconds=tally.seconds + seconds)
         self.phases["head initialisation"] = self.tally.seconds
-        log.info("head initialisation (%s) took %.1f s", self.config.head, self.tally.seconds)
+        log.info("before round 1 (head %s, what trains, evaluation): %.1f s", self.config.head, self.tally.seconds)
         self.record.append(line)
         self.log.append(line, to_tensors(state, {})[0])
         for callback in self.callbacks:

@@ -45,7 +45,10 @@ def _unused_files(setup: RunSetup) -> list[str]:
         more = ""
         if len(dataset.skipped) > 3:
             more = f"; and {len(dataset.skipped) - 3} more, in skipped.txt of the run"
-        warnings.append(f"{len(dataset.skipped)} images cannot be read and are left out: {examples}{more}")
+        count = f"{len(dataset.skipped)} images cannot be read and are"
+        if len(dataset.skipped) == 1:
+            count = "1 image cannot be read and is"
+        warnings.append(f"{count} left out: {examples}{more}")
     others = len(dataset.other_files)
     if others:
         subject = f"{others} files among the images are"

@@ -24,6 +24,7 @@ from typing import Any
 from fedgraft.config import presets
 from fedgraft.config.load import Config, load
 from fedgraft.core.errors import FedgraftError
+from fedgraft.report.run_index import run_name
 
 PLAN_SECONDS = 120.0
 """How long a plan may take."""
@@ -160,9 +161,7 @@ class Actions:
 
     def _name(self, folder: Path) -> str:
         """Return the name of the run in a folder, as the list has it."""
-        if folder == self.root:
-            return folder.name
-        return folder.relative_to(self.root).as_posix()
+        return run_name(folder, self.root)
 
     def _words(self, request: Mapping[str, Any]) -> list[str]:
         """Return the arguments of `fedgraft run` that the form stands for; refuse what is no `key=value`."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from fedgraft.core.errors import FedgraftError
@@ -22,6 +23,7 @@ from fedgraft.deploy.status import FederationStatus, federation_status
 from fedgraft.report.charts import account_charts
 from fedgraft.report.preflight_view import preflight_sections
 from fedgraft.report.privacy_account import read_account
+from fedgraft.report.run_index import run_name
 from fedgraft.report.run_record import current_phases
 from fedgraft.report.run_view import time_left
 from fedgraft.report.sections import Charts, Grid, Matrix, Section, Texts
@@ -42,6 +44,18 @@ class FederationView:
         self._last: tuple[float, dict[str, Any]] | None = None
         self._passed: dict[str, tuple[float, int, int]] = {}
         """By node: when its link was looked at last, and the bytes down and up by then."""
+
+    def run_folders(self) -> list[Path]:
+        """Return the folders of the federation's runs, wherever `deploy submit --folder` put them, without questions.
+
+        A folder is there once.
+        """
+        folders = []
+        for record in self.federation.runs():
+            folder = Path(record["folder"]).resolve()
+            if folder not in folders and not self._is_query(folder):
+                folders.append(folder)
+        return folders
 
     def state(self) -> dict[str, Any]:
         """Return the federation's present state for the page."""
@@ -68,7 +82,7 @@ class FederationView:
         run = ""
         is_query = False
         if status.folder is not None:
-            is_query = self._is_query(status)
+            is_query = self._is_query(status.folder)
             run = self._run_name(status)
             if not status.run_over:
                 phases = current_phases(status.folder)
@@ -97,23 +111,16 @@ class FederationView:
         )
 
     def _run_name(self, status: FederationStatus) -> str:
-        """Return the name under which the studio lists the latest run; empty if it lies outside the folder or is none.
-
-        A run that has just begun has no folder yet.
-        """
+        """Return the name under which the studio lists the latest run; empty for one that has just begun."""
         assert status.folder is not None
         if not (status.folder / "run.json").is_file():
             return ""
-        try:
-            return status.folder.resolve().relative_to(self.federation.path).as_posix()
-        except ValueError:
-            return ""
+        return run_name(status.folder.resolve(), self.federation.path)
 
-    def _is_query(self, status: FederationStatus) -> bool:
-        """Return whether the latest run is a question to the nodes, such as a preflight: it has no rounds."""
-        assert status.folder is not None
+    def _is_query(self, folder: Path) -> bool:
+        """Return whether the run in a folder is a question to the nodes, such as a preflight: it has no rounds."""
         try:
-            place = status.folder.resolve().relative_to(self.federation.path).parts[0]
+            place = folder.resolve().relative_to(self.federation.path).parts[0]
         except (ValueError, IndexError):
             return False
         return place in _QUERIES

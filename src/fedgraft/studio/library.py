@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,16 @@ _SCAN_SECONDS = (3.0, 60.0)  # but at least and at most this long
 
 
 class RunLibrary:
-    """The runs below `root`; several requests may use it at once. `cache` is the folder of the index."""
+    """The runs below `root`; several requests may use it at once.
 
-    def __init__(self, root: Path, cache: Path | None = None) -> None:
+    `cache` is the folder of the index, `elsewhere` returns folders of further runs (`RunIndex`).
+    """
+
+    def __init__(self, root: Path, cache: Path | None = None, elsewhere: Callable[[], Iterable[Path]] = tuple) -> None:
         self.root = root
         self.version = 0
         """Grows with every change that a page should show."""
-        self._index = RunIndex(root, cache)
+        self._index = RunIndex(root, cache, elsewhere)
         self._lock = threading.RLock()
         self._tails: OrderedDict[str, MetricsTail] = OrderedDict()
         self._live: dict[str, str] = {}

@@ -12,8 +12,8 @@ from typing import Any
 
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.files import json_ready
-from fedgraft.deploy.audit import EVENTS, read_entries
-from fedgraft.deploy.node_loop import CONNECTED, UNREACHABLE, WORKING
+from fedgraft.deploy.audit import EVENTS, place_in_run, read_entries
+from fedgraft.deploy.node_loop import ANSWERED, CONNECTED, UNREACHABLE, WORKING
 from fedgraft.report.sections import Charts, Grid, Section, Texts
 from fedgraft.report.values import size
 
@@ -127,6 +127,9 @@ def _doing(log: str) -> dict[str, str]:
         elif line.startswith(WORKING):
             connection = "connected"
             work = line.removeprefix(WORKING).strip().partition(".")[0]
+        elif line.strip() == ANSWERED:
+            connection = "connected"
+            work = ""
     return {"connection": connection, "work": work}
 
 
@@ -162,7 +165,7 @@ def _audit_rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "line": str(entry["n"]),
                 "when": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"])),
                 "action": action,
-                "round": str(entry.get("round", "")),
+                "in the run": place_in_run(entry),
                 "what left": left,
                 "protection, or why nothing left": protection,
             }

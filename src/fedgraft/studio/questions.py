@@ -37,8 +37,8 @@ class Questions:
                 paragraphs = [block for block in blocks[1:2] if not block.startswith("#")]
             pictures = []
             for file in self._pictures(folder):
-                caption = f"{file.parent.name}, {file.stem}".replace("_", " ")
-                pictures.append({"path": file.relative_to(self.root).as_posix(), "caption": caption})
+                path = file.relative_to(self.root).as_posix()
+                pictures.append({"path": path, "caption": path})
             questions.append({"name": folder.name, "title": title, "text": paragraphs, "pictures": pictures})
         return questions
 

@@ -62,6 +62,7 @@ class Studio:
             "runs": self.library is not None,
             "federation": self.federation is not None,
             "node": self.node is not None,
+            "any_run": self.library is not None and bool(self.library.table()["runs"]),
             "questions": bool(self.questions),
             "actions": self.actions is not None,
             "form": self.actions is not None and self.actions.has_form,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fedgraft.studio.actions import Actions, FederationActions
@@ -15,16 +16,19 @@ def studio_of(folder: Path, allow_actions: bool = False, cache: Path | None = No
     root = folder.resolve()
     actions = Actions(root) if allow_actions else None
     federation = None
+    elsewhere: Callable[[], Iterable[Path]] = tuple
     if (root / "federation.toml").is_file():
         from fedgraft.deploy.folder import open_federation
         from fedgraft.studio.federation import FederationView
 
-        federation = FederationView(open_federation(root)).state
+        view = FederationView(open_federation(root))
+        federation = view.state
+        elsewhere = view.run_folders
         if allow_actions:
             actions = FederationActions(root)
     questions = Questions(root)
     return Studio(
-        library=RunLibrary(root, cache),
+        library=RunLibrary(root, cache, elsewhere),
         actions=actions,
         federation=federation,
         questions=questions,

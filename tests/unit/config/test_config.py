@@ -157,6 +157,8 @@ def test_a_word_that_is_no_assignment_is_refused(word: str) -> None:
         ("local.nesterov=true", {"local": {"nesterov": True}}),
         ("data.path=/a b/c=d", {"data": {"path": "/a b/c=d"}}),
         ("trainable.sparse.sparsity=1e-1", {"trainable": {"sparse": {"sparsity": 0.1}}}),
+        ("schedule.kind=none", {"schedule": {"kind": "none"}}),
+        ("data.path=none", {"data": {"path": None}}),
     ],
 )
 def test_words_are_toml_values_or_plain_text(word: str, table: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from fedgraft.runs.reporting import setup_line
 from fedgraft.runs.setup import setup_of
 from fedgraft.server import sample as server
 
-OWN = {"fedbabu": "body", "fedshibu": "body", "fedper": "everything", "fedrep": "everything"}
+OWN = {"fedbabu": "body", "fedshibu": "body"} | dict.fromkeys(("fedper", "fedrep", "fedavg_crsm"), "everything")
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -22,7 +22,8 @@ from tests.support.odd_images import bombs, noise, odd_images, png_header
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.pixels.rule import MAX_PIXELS, PixelRule, Unreadable, decode_image
-from fedgraft.data.pixels.transforms import Transform
+from fedgraft.data.pixels.transforms import Transform, rule_for
+from fedgraft.models.backbones import load_network
 
 HALF = (0.5, 0.5, 0.5)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -172,6 +173,17 @@ def test_any_size_to_any_size(width: int, height: int, size: int, more: int, res
         for c, table in tables.items():
             assert np.array_equal(np.rint(table * 255), fitted[..., c])
         assert np.array_equal(rule.fit_batch(np.asarray(image)[None])[0], fitted)
+
+
+@pytest.mark.parametrize(("name", "filter"), [("nearest", 0), ("lanczos", 1), ("bilinear", 2), ("bicubic", 3)])
+def test_the_filter_of_the_resizing_is_an_option(name: str, filter: int, tmp_path: Path) -> None:
+    """The networks of a config follow it, whatever they were trained with; the pixels are Pillow's."""
+    image = Image.fromarray(noise(21, 33).astype(np.uint8))
+    image.save(tmp_path / "a.png")
+    network = load_network("tiny", 4, image_size=16)
+    rule = rule_for(network, "squash", None, name)
+    assert np.array_equal(rule.read(tmp_path / "a.png"), np.asarray(image.resize((16, 16), Image.Resampling(filter))))
+    assert rule_for(network, "squash").resample == 3
 
 
 @cache

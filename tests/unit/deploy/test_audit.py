@@ -88,3 +88,21 @@ def test_two_processes_of_a_node_write_one_chain(locked: bool, tmp_path: Path, m
     else:
         with raises("E-DEPLOY-AUDIT-CHANGED"):
             list(audit.read_entries(path))
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("round 1", {"action": "train", "round": 0}),
+        ("round 3", {"action": "secure.masked", "sums": "train", "round": 2}),
+        ("round 3, validation images", {"action": "secure.keys", "sums": "scores", "round": 6}),
+        ("round 3, test images", {"action": "secure.keys", "sums": "counts", "round": 7}),
+        ("round 3", {"action": "count", "round": 3}),
+        ("sum 1", {"action": "secure.keys", "sums": "statistics", "round": 0}),
+        ("", {"action": "secure.keys", "sums": "scores", "round": 1_795_000_000}),
+        ("", {"action": "greeting", "round": -1}),
+        ("", {"action": "not a message"}),
+    ],
+)
+def test_a_line_is_placed_in_the_run_as_the_run_counts(place: str, line: dict[str, Any]) -> None:
+    assert audit.place_in_run(line) == place

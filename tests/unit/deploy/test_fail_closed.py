@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.support.errors import raises
 from tests.support.tiny import tiny
 
+import fedgraft
+from fedgraft.cli.console import echo, print_line, print_lines
 from fedgraft.client.policy import parse
 from fedgraft.config.load import load, validate
 from fedgraft.core import text
@@ -22,6 +27,7 @@ from fedgraft.deploy.node import agreed_with_all
 from fedgraft.deploy.node_state import NodeState
 from fedgraft.deploy.run_node import NodeOptions
 from fedgraft.engines.flower.node_link import public_reason
+from fedgraft.report.display import LiveProgress, print_classes
 from fedgraft.report.html import rows_csv
 
 ENDLESS = "9" * 5000
@@ -149,6 +155,34 @@ def test_text_from_outside_is_shown_word_for_word_and_does_nothing() -> None:
     assert text.csv_cell("north") == "north"
     table = rows_csv([{"=site": "=cmd()", "accuracy": -0.5}])
     assert "'=cmd()" in table and "'=site" in table and ",-0.5" in table
+
+
+@pytest.mark.parametrize("show", [print_line, print_lines, echo])
+def test_every_line_of_a_command_is_made_printable(show: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    show(EVIL)
+    shown = capsys.readouterr().out
+    assert "|b<img src=x>" in shown and "\x1b" not in shown and "\u202e" not in shown
+    assert (len(shown.splitlines()) == 1) is (show is not print_lines)
+
+
+def test_tables_and_phases_on_a_terminal_are_made_printable() -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=200, color_system=None)
+    print_classes(console, [EVIL], {})
+    LiveProgress(console).print_line(EVIL)
+    assert file.getvalue().count("|b<img src=x>") == 2
+    assert "\x1b" not in file.getvalue() and "\u202e" not in file.getvalue()
+
+
+def test_commands_print_by_these_functions_only() -> None:
+    """`typer.echo` and `print` would show text from outside as it is."""
+    found = []
+    for file in sorted((Path(fedgraft.__file__).parent / "cli").glob("*.py")):
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            if re.search(r"\b(typer|click)\.s?echo\b|(?<![\w.])print\(", line):
+                found.append(f"{file.name}:{number}")
+    assert [place for place in found if not place.startswith("console.py:")] == []
+    assert found, "console.py itself is found, so the search finds"
 
 
 # ---- numbers without end ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import select
 from fedgraft.models.backbones import NANO, at_size, interpolate_positions, load_network, model
 from fedgraft.models.network import IMAGENET_MEAN, VisionNetwork
-from fedgraft.models.quiet import drawn_from, quiet
+from fedgraft.models.quiet import drawn_from, quiet, require_matching_torchvision
 from fedgraft.models.vit_blocks import class_token_of
 
 torch.set_num_threads(1)
@@ -538,3 +538,27 @@ def test_the_class_token_of_an_image_has_the_same_bits_beside_any_others() -> No
     if moves(block):
         pytest.skip("on this machine a row's bits depend on its place in every product")
     assert not moves(lambda x: class_token_of(block, x))
+
+
+# ---- torchvision beside torch ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("matches", [True, False])
+def test_a_torchvision_of_another_build_is_one_sentence(
+    matches: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With such a build beside it `transformers` ends with `operator torchvision::nms does not exist`."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    code = "" if matches else "raise RuntimeError('operator torchvision::nms does not exist')"
+    (package / "__init__.py").write_text(code)
+    (tmp_path / "torchvision-0.99.dist-info").mkdir()
+    (tmp_path / "torchvision-0.99.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.99\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    if matches:
+        require_matching_torchvision()
+        monkeypatch.delitem(sys.modules, "torchvision")
+        return
+    with raises("E-MODELS-TORCHVISION", torchvision="0.99"):
+        model("vit:width=8,depth=1,heads=1,patch=8,size=16", 2)

@@ -21,6 +21,7 @@ from fedgraft.core.state import EVERYONE
 from fedgraft.edit.lora import merge_lora
 from fedgraft.edit.masks import Mask, jaccard
 from fedgraft.edit.sparse import Sparse
+from fedgraft.edit.trainable import frozen_early
 from fedgraft.engines.in_process import InProcess
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
@@ -254,6 +255,27 @@ def test_a_vote_stays_inside_the_scope() -> None:
     setup = opened("trainable.sparse.merge=vote", 'trainable.sparse.scope=["qk"]', 'trainable.sparse.dense=["norm"]')
     for name, tensor in setup.mask.items():
         assert tensor.all() if "norm" in name else ".q_proj." in name or ".k_proj." in name
+
+
+def test_whole_tensors_are_trained_beside_frozen_blocks() -> None:
+    """What is named trains whole though its blocks are frozen; a keyword is about the blocks that are not."""
+    dense = 'trainable.sparse.dense=["*cls_token","*position_embeddings","norm"]'
+    setup = opened("trainable.freeze_blocks=1", dense)
+    trained = {name for name, tensor in setup.mask.items() if tensor.all()}
+    early = {name for name, _ in setup.network.named_parameters() if frozen_early(setup.network, name, 1)}
+    named = {name for name in early if name.endswith(("cls_token", "position_embeddings"))}
+    assert len(named) == 2 and early & set(setup.mask) == named <= trained
+    assert any("norm" in name for name in trained) and any("norm" in name for name in early)
+
+
+def test_a_single_batch_is_drawn_and_has_the_size_that_is_asked_for() -> None:
+    """Absolute gradients of one batch of each client: another seed draws another, another size scores others."""
+    single = ("trainable.sparse.labels=single_batch", "trainable.sparse.calibration=oneshot")
+    small = opened(*single, "trainable.sparse.batch=4").mask
+    assert small == opened(*single, "trainable.sparse.batch=4").mask
+    assert small != opened(*single, "trainable.sparse.batch=12").mask
+    assert small != opened(*single, "trainable.sparse.batch=4", "seed=5").mask
+    assert small.count == opened(*single, "trainable.sparse.batch=12").mask.count
 
 
 @pytest.mark.slow

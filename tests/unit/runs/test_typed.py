@@ -17,6 +17,8 @@ from tests.support.tiny import CNN
 import fedgraft as fg
 from fedgraft.runs.callbacks import as_callbacks
 
+DIGITS = fg.data.digits
+PIXELS = np.random.default_rng(1).integers(0, 256, (8, 8, 3), dtype=np.uint8)
 NETWORK = CNN.partition("=")[2].strip('"')
 
 
@@ -84,6 +86,39 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "a misspelt option of a kind": ("E-CORE-UNKNOWN-ARGUMENT", lambda: fg.last_blocks(block=2)),
     "a callback that is a number": ("E-RUN-CALLBACK", lambda: as_callbacks(3)),
     "a callback's class": ("E-RUN-CALLBACK", lambda: as_callbacks([fg.Callback])),
+    "a callback of nothing": ("E-RUN-CALLBACK", lambda: as_callbacks(lambda: None)),
+    "a rate for the algorithm": ("E-ALGORITHM-SLOT", lambda: fg.fedavg(lr=0.1)),  # type: ignore[call-arg]
+    "a list of kinds": ("E-ALGORITHM-SLOT-TYPE", lambda: fg.fedavg(trainable=["head"])),  # type: ignore[arg-type]
+    "an optimizer of torch": ("E-LOCAL-OPTIMIZER", lambda: fg.LocalTraining(optimizer=torch.optim.SGD)),  # type: ignore[arg-type]
+    "steps and epochs": ("E-LOCAL-STEPS-OR-EPOCHS", lambda: fg.LocalTraining(steps=4, epochs=1)),
+    "minus one block": ("E-CORE-RANGE", lambda: fg.last_blocks(-1)),
+    "percent instead of a share": ("E-CORE-RANGE", lambda: fg.sparse(sparsity=90)),
+    "r of PEFT": ("E-CORE-UNKNOWN-ARGUMENT", lambda: fg.lora(r=4)),  # type: ignore[call-arg]
+    "secure by name": ("E-PRIVACY-ALGORITHM", lambda: fg.secure("fedavg")),  # type: ignore[arg-type]
+    "secure without ()": ("E-PRIVACY-ALGORITHM", lambda: fg.secure(fg.fedavg)),  # type: ignore[arg-type]
+    "epsilon beside private": ("E-CORE-UNKNOWN-ARGUMENT", lambda: fg.private(fg.fedavg(), epsilon=8)),  # type: ignore[call-arg]
+    "no model": ("E-CORE-ARGUMENTS", lambda: fg.model()),  # type: ignore[call-arg]
+    "names as the number of classes": ("E-MODELS-CLASSES", lambda: fg.model(NETWORK, ["a", "b"])),  # type: ignore[arg-type]
+    "num_classes": ("E-CORE-UNKNOWN-ARGUMENT", lambda: fg.model(NETWORK, num_classes=3)),  # type: ignore[call-arg]
+    "a layer as a model": ("E-MODELS-SOURCE-TYPE", lambda: fg.model(torch.nn.Linear(3, 2))),
+    "a network for tables": (
+        "E-MODELS-FOREIGN-SIZE",
+        lambda: fg.module(torch.nn.Sequential(torch.nn.Linear(192, 3))),
+    ),
+    "the name of data": ("E-DATA-NOT-A-DATASET", lambda: fg.partition.iid("digits", clients=4)),  # type: ignore[arg-type]
+    "divided twice": ("E-DATA-NOT-A-DATASET", lambda: fg.partition.iid(fg.partition.iid(DIGITS(), 4), clients=2)),  # type: ignore[arg-type]
+    "no clients": ("E-CORE-ARGUMENTS", lambda: fg.partition.iid(DIGITS())),  # type: ignore[call-arg]
+    "num_clients": ("E-CORE-UNKNOWN-ARGUMENT", lambda: fg.partition.iid(DIGITS(), num_clients=4)),  # type: ignore[call-arg]
+    "half a client": ("E-DATA-CLIENTS", lambda: fg.partition.iid(DIGITS(), clients=2.5)),  # type: ignore[arg-type]
+    "more clients than images": ("E-DATA-CLIENTS", lambda: fg.partition.iid(DIGITS(), clients=5000)),
+    "owners that nobody named": ("E-DATA-NO-COLUMN", lambda: fg.partition.by_site(DIGITS())),
+    "given one dataset": ("E-DATA-GIVEN", lambda: fg.partition.given(DIGITS(), ["a"])),  # type: ignore[arg-type]
+    "a folder that is not there": ("E-DATA-NO-FOLDER", lambda: fg.data.folder("/nowhere")),
+    "x and y": ("E-CORE-UNKNOWN-ARGUMENT", lambda: fg.data.arrays(x=PIXELS[None], y=[0])),  # type: ignore[call-arg]
+    "too few labels": ("E-DATA-LABEL-COUNT", lambda: fg.data.arrays(np.stack([PIXELS] * 3), [0, 1])),
+    "a loader": ("E-DATA-DATASET-TYPE", lambda: fg.data.dataset(torch.utils.data.DataLoader([(PIXELS, 0)]))),  # type: ignore[arg-type]
+    "a misspelt algorithm of the package": ("E-CORE-UNKNOWN-NAME", lambda: fg.fedvag),
+    "resume in Python": ("E-CORE-UNKNOWN-NAME", lambda: fg.resume("runs/x")),
 }
 
 
@@ -148,8 +183,6 @@ def test_the_table_of_rounds_and_of_the_head(clients: fg.FederatedData, tmp_path
 
 # ---- images ----------------------------------------------------------------------------------------------------------
 
-PIXELS = np.random.default_rng(1).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-
 
 def encoded() -> bytes:
     buffer = io.BytesIO()
@@ -194,3 +227,63 @@ def test_objects_are_read_in_one_line(clients: fg.FederatedData, result: fg.Resu
         assert "\n" not in repr(thing) and " at 0x" not in repr(thing)
     lines = repr(result.evaluate()).splitlines()
     assert any(line.strip().startswith("accuracy:") for line in lines)
+
+
+# ---- accepted in another form ----------------------------------------------------------------------------------------
+
+IMAGES = np.random.default_rng(2).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
+LABELS = [number % 3 for number in range(12)]
+ARRAYS: dict[str, Callable[[], fg.data.Dataset]] = {
+    "tensors": lambda: fg.data.arrays(torch.from_numpy(IMAGES), torch.tensor(LABELS)),
+    "channels first": lambda: fg.data.arrays(IMAGES.transpose(0, 3, 1, 2), LABELS),
+    "floats": lambda: fg.data.arrays(IMAGES / 255, LABELS),
+    "labels as text": lambda: fg.data.arrays(IMAGES, [str(label) for label in LABELS]),
+    "a torch dataset": lambda: fg.data.dataset(
+        torch.utils.data.TensorDataset(torch.from_numpy(IMAGES).permute(0, 3, 1, 2) / 255, torch.tensor(LABELS))
+    ),
+    "a subset": lambda: fg.data.dataset(
+        torch.utils.data.Subset(list(zip(IMAGES, LABELS, strict=True)), list(range(12)))  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ARRAYS)
+def test_images_and_labels_are_taken_alike_in_every_form(form: str) -> None:
+    meant = fg.data.arrays(IMAGES, LABELS)
+    typed = ARRAYS[form]()
+    assert typed.train.classes == meant.train.classes
+    assert len(typed.train.labels) == len(meant.train.labels) and len(typed.test.labels) == len(meant.test.labels)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "AdamW", "sgd", "sgdm"])
+def test_an_optimizer_by_name(optimizer: str) -> None:
+    assert fg.LocalTraining(optimizer=optimizer).optimizer.name in ("adamw", "sgdm")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("typed", [{"data": True}, {"rounds": "1"}, {"device": torch.device("cpu")}, {"metrics": "f1"}])
+def test_arguments_of_run_in_other_forms(typed: dict[str, Any], clients: fg.FederatedData, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"rounds": 1, **typed}
+    given: Any = clients
+    if "data" in typed:
+        given = None
+        options["data"] = clients
+    run = fg.run("fedavg", NETWORK, given, folder=tmp_path / "run", workers=1, **options)
+    assert run.summary["rounds"] == 1
+
+
+def test_a_result_measures_divided_data_and_says_what_it_has_not(result: fg.Result, clients: fg.FederatedData) -> None:
+    assert result.evaluate(clients).metrics.keys() == result.evaluate(clients.dataset).metrics.keys()
+    with raises("E-RUN-EVALUATE-TYPE"):
+        result.evaluate((IMAGES, LABELS))  # type: ignore[arg-type]
+    for name in ("plot", "history", "acuracy"):
+        with raises("E-CORE-UNKNOWN-NAME", attribute=name):
+            getattr(result, name)
+        assert not hasattr(result, name)
+    with pytest.raises(fg.FedgraftError, match="accuracy"):
+        _ = result.acuracy
+
+
+def test_sixty_things_are_typed_here() -> None:
+    """The bar of a first hour in Python: at least sixty, none of which ends in a raw error."""
+    forms = 3 + 4 + 2 + 9 + 5 + 4 + 4 + 4  # of algorithms, slots, rules, images, no images, optimizers, runs, results
+    assert len(REFUSED) + len(ARRAYS) + forms >= 60

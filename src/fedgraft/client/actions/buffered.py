@@ -35,8 +35,16 @@ _FIELDS = {"sums", "largest", "buffer"}
 def train_ahead(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response, ClientMemory]:
-    """Train locally; return a response without content, and the memory with the update, which waits for its sum."""
+    """Train locally; return a response without content, and the memory with the update, which waits for its sum.
+
+    A model that does not follow from the run's history is refused, as in a synchronous round.
+    """
+    history = context.history
+    if history is not None:
+        history.check(request, algorithm, context)
     outcome = train_locally(request, algorithm, context, memory)
+    if history is not None:
+        history.record(request, algorithm, float(torch.linalg.vector_norm(outcome.update.double())))
     new_memory = {}
     for name, tensor in outcome.memory.items():
         if not name.startswith(HELD):

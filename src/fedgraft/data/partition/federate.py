@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 
+from fedgraft.core.arguments import checked_call
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.labelled import require_classes
@@ -40,6 +41,11 @@ def federate(data: Dataset, kind: str, clients: int = 10, **options: Any) -> Fed
     `options` also takes those of `SplitOptions`. A class that no client holds is refused, unless `limit` or
     `allow_uncovered` is given.
     """
+    data = _undivided(data)
+    if not isinstance(clients, int | np.integer):
+        raise FedgraftError(
+            "E-DATA-CLIENTS", f"the number of clients is {clients!r}", "give a whole number", clients=clients
+        )
     if kind in _BY_CLASS:
         require_classes(data.train, f"partition.kind={kind!r}")
     if options.get("test") == "all_of_my_classes":
@@ -64,6 +70,7 @@ def federate(data: Dataset, kind: str, clients: int = 10, **options: Any) -> Fed
     return federated
 
 
+@checked_call("fg.partition.iid(data, clients=8)", SplitOptions)
 def iid(
     data: Dataset, clients: int, sizes: str = "equal", sigma: float = 1.0, **split: Unpack[SplitOptions]
 ) -> FederatedData:
@@ -71,11 +78,13 @@ def iid(
     return federate(data, "iid", clients, sizes=sizes, sigma=sigma, **split)
 
 
+@checked_call("fg.partition.stratified(data, clients=8)", SplitOptions)
 def stratified(data: Dataset, clients: int, **split: Unpack[SplitOptions]) -> FederatedData:
     """Return the data with each class divided evenly among the clients."""
     return federate(data, "stratified", clients, **split)
 
 
+@checked_call("fg.partition.classes(data, clients=8, per_client=2)", SplitOptions)
 def classes(
     data: Dataset, clients: int, per_client: int, allow_uncovered: bool = False, **split: Unpack[SplitOptions]
 ) -> FederatedData:
@@ -86,6 +95,7 @@ def classes(
     return federate(data, "classes", clients, per_client=per_client, allow_uncovered=allow_uncovered, **split)
 
 
+@checked_call("fg.partition.shards(data, clients=8, per_client=2)", SplitOptions)
 def shards(
     data: Dataset, clients: int, per_client: int = 2, per_class: bool = True, **split: Unpack[SplitOptions]
 ) -> FederatedData:
@@ -96,6 +106,7 @@ def shards(
     return federate(data, "shards", clients, per_client=per_client, per_class=per_class, **split)
 
 
+@checked_call("fg.partition.dirichlet(data, clients=8, alpha=0.3)", SplitOptions)
 def dirichlet(
     data: Dataset, clients: int, alpha: float = 0.5, min_size: int = 10, **split: Unpack[SplitOptions]
 ) -> FederatedData:
@@ -106,11 +117,13 @@ def dirichlet(
     return federate(data, "dirichlet", clients, alpha=alpha, min_size=min_size, **split)
 
 
+@checked_call("fg.partition.dirichlet_balanced(data, clients=8, alpha=0.3)", SplitOptions)
 def dirichlet_balanced(data: Dataset, clients: int, alpha: float = 0.5, **split: Unpack[SplitOptions]) -> FederatedData:
     """Return the data divided among clients of equal size whose classes are mixed by Dir(alpha) (Hsu et al. 2019)."""
     return federate(data, "dirichlet_balanced", clients, alpha=alpha, **split)
 
 
+@checked_call("fg.partition.groups(data, clients=4, groups=[[0, 1], [2, 3]])", SplitOptions)
 def groups(
     data: Dataset,
     clients: int,
@@ -125,19 +138,43 @@ def groups(
     return federate(data, "groups", clients, groups=groups, allow_uncovered=allow_uncovered, **split)
 
 
+@checked_call("fg.partition.by_site(data)", SplitOptions)
 def by_site(data: Dataset, column: str = "site", **split: Unpack[SplitOptions]) -> FederatedData:
     """Return the data with one client per site, which has its own test rows; `column` names the column of the sites."""
     return federate(data, "by_site", column=column, **split)
 
 
+@checked_call("fg.partition.given([data_of_one, data_of_another])", SplitOptions)
 def given(datasets: Sequence[Any], names: Sequence[str] | None = None, **split: Unpack[SplitOptions]) -> FederatedData:
     """Return the data with one client for each of the datasets, called by `names` (default: numbers).
 
     Each is a dataset of this package, a torch or Hugging Face dataset, a folder, or (x, y).
     """
+    from fedgraft.data.sources import Dataset
     from fedgraft.data.sources.join import join
 
+    if isinstance(datasets, Dataset | FederatedData):
+        raise FedgraftError(
+            "E-DATA-GIVEN",
+            f"given takes a list of datasets, one for each client, not one {type(datasets).__name__}",
+            "divide one dataset with fg.partition.iid(data, clients=8), dirichlet or by_site",
+        )
     return by_site(join(datasets, names), **split)
+
+
+def _undivided(data: Any) -> Dataset:
+    """Return the data if it is a dataset; raise an error for what people pass instead of one."""
+    from fedgraft.data.sources import SOURCES, Dataset
+
+    if isinstance(data, Dataset):
+        return data
+    hint = "make one with fg.data.folder(path), fg.data.arrays(images, labels) or fg.data.dataset(your_dataset)"
+    if isinstance(data, FederatedData):
+        hint = "it is divided already; its `dataset` is the whole"
+    elif isinstance(data, str) and data in SOURCES:
+        hint = f"fg.data.{data}() is one"
+    kind = type(data).__name__
+    raise FedgraftError("E-DATA-NOT-A-DATASET", f"a {kind} is no dataset that can be divided", hint, type=kind)
 
 
 def _hold_out(data: Dataset, share: float, seed: int, limit: int | None) -> tuple[np.ndarray, np.ndarray]:

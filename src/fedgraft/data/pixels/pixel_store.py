@@ -175,10 +175,13 @@ def _build(entry: Path, originals: Originals, rule: PixelRule) -> dict[str, Any]
     records = _read_ledger(entry, images)
     missing = originals.count - sum(min(CHUNK, originals.count - start) for start in records)
     make = partial(make_pixels, rule, originals.side)
+    label = f"reading images at {rule.size} px"
+    if rule.size == 1:  # only whether each can be read is wanted
+        label = "checking whether images can be read"
     with (
         ThreadPoolExecutor(os.cpu_count()) as pool,
         (entry / "ledger.jsonl").open("a") as ledger,
-        phase(f"reading images at {rule.size} px", missing, "images") as progress,
+        phase(label, missing, "images") as progress,
     ):
         for start in range(0, originals.count, CHUNK):
             if start in records:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
+from fedgraft.core.arguments import checked_call
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 from fedgraft.data.pixels.rule import FORMATS
@@ -19,6 +20,7 @@ from fedgraft.data.sources.assemble import Dataset, SourceOptions, SourcePart, a
 from fedgraft.data.sources.scan_rows import FOLDER, ScanRule, number_columns, scan_rows
 
 
+@checked_call("fg.data.folder('images')", SourceOptions)
 def folder(
     path: str | Path,
     classes: Sequence[str] | None = None,
@@ -49,6 +51,7 @@ def folder(
     return _assemble_folders("folder", [(place, "")], classes, rule, **options)
 
 
+@checked_call("fg.data.owners('owners')", SourceOptions)
 def owners(
     path: str | Path,
     classes: Sequence[str] | None = None,

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from fedgraft.core.arguments import checked_call
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.data.labelled import findings_of_columns
 from fedgraft.data.pixels.originals import Originals, from_arrays
@@ -21,6 +22,7 @@ SAVED_FILES = ("dataset_info.json", "dataset_dict.json")
 """Files by which a folder that `datasets` saved is known."""
 
 
+@checked_call("fg.data.arrays(images, labels)", SourceOptions)
 def arrays(
     images: Any,
     labels: Any,
@@ -42,6 +44,7 @@ def arrays(
     return assemble("arrays", parts, classes, **options)
 
 
+@checked_call("fg.data.dataset(your_dataset)", SourceOptions)
 def dataset(
     data: Any,
     image: str = "image",

@@ -443,9 +443,14 @@ class SecureServer:
         for client in left:
             if len(left) >= self.plan.fewest_survivors and self.plan.enough(client, self.drawn[client], present):
                 return sorted(left)
+        why = ""
+        for client, reason in sorted(self.rejections.items()):
+            why = f"; client {client}: {reason}"
+            break
         raise SecureAbort(
             "E-PRIVACY-SUM-TOO-FEW",
-            f"only {len(left)} clients are left after the stage {stage!r} of the secure sum",
+            f"only {len(left)} of {len(self.plan.clients)} clients are left after the stage {stage!r} of the secure "
+            f"sum{why}",
             stage=stage,
             left=len(left),
         )

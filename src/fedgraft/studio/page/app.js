@@ -21,7 +21,11 @@ function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   return [VIEWS[path] ? path : first(), new URLSearchParams(query || "")];
 }
-const first = () => (boot.node && !boot.runs ? "node" : boot.federation ? "federation" : "runs");
+function first() {
+  if (boot.node && !boot.runs) return "node";
+  if (boot.federation) return "federation";
+  return boot.questions && !boot.any_run ? "questions" : "runs";
+}
 
 async function show() {
   const [name, query] = route(), mine = ++shown;
@@ -30,13 +34,15 @@ async function show() {
   leave = null;
   for (const link of nav.children) link.dataset.view === name || (name === "run" && link.dataset.view === "runs") ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
   const place = make("div", {});
-  main.replaceChildren(make("p", { class: "note" }, null, "loading …"));
+  const loading = make("p", { class: "note" }, null, "loading …");
+  main.replaceChildren(loading);
   try {
     const view = await VIEWS[name][1]();
     const holder = make("div", {});
-    main.replaceChildren(holder);
+    main.replaceChildren(holder, loading);
     holder.append(place);
     await view.show(place, { query, live: f => { if (mine === shown) react = f; }, ended: f => { leave = f; } });
+    loading.remove();
   } catch (error) {
     if (mine !== shown) return;
     main.replaceChildren();

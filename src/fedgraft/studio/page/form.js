@@ -31,7 +31,10 @@ export async function show(place) {
       if (words && !`${field.key} ${field.description}`.toLowerCase().includes(words)) continue;
       if (field.section !== section) {
         section = field.section;
-        make("h2", {}, box, section.replace(/\.$/, ""));
+        // A table's sentence: its first part is the heading, the rest stands below.
+        const [, title, rest] = section.replaceAll("`", "").match(/^([^.;:]+)[.;:]?\s*(.*)$/);
+        make("h2", {}, box, title);
+        if (rest) make("p", { class: "note" }, box, rest);
         inside = make("div", { class: "fields" }, box);
       }
       input(field, inside);
@@ -47,7 +50,12 @@ export async function show(place) {
       make("option", { value: "" }, element, field.default === "" ? "(default)" : `${field.default} (default)`);
       for (const choice of choices) make("option", { value: choice }, element, choice);
     } else element = make("input", { name: field.key, placeholder: field.default === "" ? "(default)" : field.default, inputmode: field.input === "number" ? "decimal" : "text" }, holder);
-    if (field.description) make("small", {}, holder, field.description);
+    if (field.suggestions.length) {
+      const list = make("datalist", { id: `known-${field.key}` }, holder);
+      for (const word of field.suggestions) make("option", { value: word }, list);
+      element.setAttribute("list", list.id);
+    }
+    if (field.description) make("small", {}, holder, field.description.replaceAll("`", ""));
     element.value = values.get(field.key) ?? "";
     holder.classList.toggle("changed", values.has(field.key));
     element.addEventListener("input", () => {

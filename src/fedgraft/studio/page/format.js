@@ -19,4 +19,9 @@ export function clock(seconds) {
 }
 
 export const text = value => (value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
-export const when = seconds => (seconds ? new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ") : "–");
+// A time by this machine's clock, as every log writes it: 2026-11-19 21:05.
+export function when(seconds) {
+  if (!seconds) return "–";
+  const time = new Date(1000 * seconds), two = number => String(number).padStart(2, "0");
+  return `${time.getFullYear()}-${two(time.getMonth() + 1)}-${two(time.getDate())} ${two(time.getHours())}:${two(time.getMinutes())}`;
+}

@@ -1,6 +1,6 @@
 // All runs of the folder: a table to filter, sort and group, from which runs are opened, compared and drawn as a sweep.
 import { make } from "./charts.js";
-import { get } from "./api.js";
+import { boot, get } from "./api.js";
 import { badge, grid, notice } from "./sections.js";
 import { csv, save } from "./export.js";
 import { bytes, clock, percent, text, when } from "./format.js";
@@ -144,7 +144,7 @@ export async function show(place, { live }) {
       }
     }
     box.replaceChildren(scroll);
-    if (!runs.length) box.replaceChildren(make("p", { class: "empty" }, null, table.runs.length ? "No run matches the filter." : "There are no runs in this folder yet: fedgraft run demo"));
+    if (!runs.length) box.replaceChildren(make("p", { class: "empty" }, null, table.runs.length ? "No run matches the filter." : boot.questions ? "There are no runs in this folder; its questions are under Questions." : "There are no runs in this folder yet: fedgraft run demo"));
     pager.replaceChildren();
     if (pages > 1) {
       const back = make("button", { type: "button" }, pager, "Back"), next = make("button", { type: "button" }, pager, "Next");

@@ -54,8 +54,12 @@ export async function show(place) {
     out.replaceChildren();
     const result = pick.value;
     const all = chosen(table).filter(run => run[result] !== null).sort((a, b) => b[result] - a[result]), runs = all.slice(0, MOST);
+    figure.hidden = !runs.length;
+    if (!runs.length) {
+      note.textContent = state.filter.trim() ? "No run of the filter has a result." : "No run of this folder has a result yet.";
+      return;
+    }
     note.textContent = `${all.length.toLocaleString("en")} runs with a result${all.length > MOST ? `, the best ${MOST} are drawn` : ""}; warm lines are the better ones`;
-    if (!runs.length) return;
     const keys = axesOf(runs);
     for (const [key, tick] of ticked) tick.checked = keys.includes(key);
     const columns = keys.map(key => [axis(key, runs.map(run => run.options[table.options.indexOf(key)])), run => run.options[table.options.indexOf(key)]]);
@@ -77,8 +81,10 @@ export async function show(place) {
       line.addEventListener("click", () => { location.hash = `#/run?run=${encodeURIComponent(run.name)}`; });
       lines.set(run.name, line);
     });
+    // The whole name where two rows of names leave the room for it: `name` and `kind` alone say little.
+    const room = columns.length > 1 ? Math.floor((2 * (width - 130)) / (columns.length - 1) / 7) : 60;
     columns.forEach(([column], i) => {
-      const x = px(i), short = column.name.split(".").pop();
+      const x = px(i), short = column.name.length <= room ? column.name : column.name.split(".").slice(-2).join(".");
       shape("line", { class: "axis", x1: x, x2: x, y1: py(0), y2: py(1) }, svg);
       shape("title", {}, shape("text", { x, y: i % 2 ? 34 : 16, "text-anchor": "middle" }, svg, short.length > 24 ? `${short.slice(0, 23)}…` : short), column.name);
       for (const [value, label] of column.marks) shape("text", { x: x + 5, y: py(column.place(value)) + 4 }, svg, label);
