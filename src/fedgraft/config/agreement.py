@@ -18,7 +18,7 @@ from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
 
 HEAD_ACTIONS = {
-    "ridge": ("statistics", "unknown_statistics"),
+    "ridge": ("statistics",),
     "probe": ("statistics", "head_gradient"),
     "ncm": ("class_sums",),
     "cof": ("class_sums",),
@@ -86,6 +86,8 @@ def requested_actions(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
         actions.append("subgroup_scores")
     if config.personal.evaluate != "never":
         actions.append("evaluate")
+    if head == "ridge" and (config.data.model_extra or {}).get("findings"):
+        actions.append("unknown_statistics")  # where images do not say a finding
     return (*actions, *HEAD_ACTIONS[head], *algorithm.trainable.asks)
 
 

@@ -357,29 +357,34 @@ def train(
             progress.save(present.to_tensors())
         if records is not None:
             gradient, batch_loss = _private_gradient(network, flat, value, examples, batch, augment, records, step)
-            losses.append(batch_loss)
-            rates.append(_take_step(rule, groups, values, gradient, context, rule.rate(lr(step), len(rows)), step))
-            flat.push()
-            continue
-        inputs = inputs_on(device, examples, batch, augment)
-        labels = device.put(examples.labels[batch])
-        with device.autocast(rule.amp), lone_values_by_running_statistics(network, len(batch)):
-            if rule.mixes:
-                mixed = mix(inputs, augment, rule.mixup, rule.cutmix)
-                batch_loss = mixed.loss(value, step_network, labels, examples.entry)
-            else:
-                batch_loss = value(step_network, inputs, labels, examples.entry)
-        if loss_scale is None:
-            batch_loss.backward()
-            gradient = flat.gradient()
         else:
-            scaled_gradient = loss_scale.gradient(batch_loss, flat)
-            if scaled_gradient is None:  # no scale helps: this batch moves nothing
-                skipped += 1
-                continue
-            gradient = scaled_gradient
+            inputs = inputs_on(device, examples, batch, augment)
+            labels = device.put(examples.labels[batch])
+            with device.autocast(rule.amp), lone_values_by_running_statistics(network, len(batch)):
+                if rule.mixes:
+                    mixed = mix(inputs, augment, rule.mixup, rule.cutmix)
+                    batch_loss = mixed.loss(value, step_network, labels, examples.entry)
+                else:
+                    batch_loss = value(step_network, inputs, labels, examples.entry)
+            if loss_scale is None:
+                batch_loss.backward()
+                gradient = flat.gradient()
+            else:
+                scaled_gradient = loss_scale.gradient(batch_loss, flat)
+                if scaled_gradient is None:  # no scale helps: this batch moves nothing
+                    skipped += 1
+                    continue
+                gradient = scaled_gradient
         losses.append(batch_loss.detach())
-        rates.append(_take_step(rule, groups, values, gradient, context, rule.rate(lr(step), len(rows)), step))
+        rule.correction.adjust(gradient, values, context)
+        if rule.clip is not None:
+            clip_(gradient, rule.clip)
+        rate = rule.rate(lr(step), len(rows))
+        for group in groups:
+            if group.trains_in(step, len(rule.turns)):
+                piece = group.piece
+                rule.optimizer.step(values[piece], gradient[piece], group.state, rate * group.factor)
+        rates.append(rate)
         flat.push()
     flat.pull_buffers()
     effective_steps = effective_steps_of(rule, rates)
@@ -399,42 +404,25 @@ def train(
     )
 
 
-def _take_step(
-    rule: LocalTraining,
-    groups: Sequence[ParameterGroup],
-    values: Tensor,
-    gradient: Tensor,
-    context: Mapping[str, Tensor],
-    rate: float,
-    step: int,
-) -> float:
-    """Correct and clip the gradient, step the values in place, and return the rate; `context` is the correction's."""
-    rule.correction.adjust(gradient, values, context)
-    if rule.clip is not None:
-        clip_(gradient, rule.clip)
-    for group in groups:
-        if group.trains_in(step, len(rule.turns)):
-            piece = group.piece
-            rule.optimizer.step(values[piece], gradient[piece], group.state, rate * group.factor)
-    return rate
-
-
 def _private_gradient(
     network: Network,
     flat: RecordSpace,
     value: Value,
     examples: Examples,
     batch: Tensor,
-    augment: torch.Generator,
+    generator: torch.Generator,
     records: RecordSteps,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the noised mean of the clipped gradients of a batch's images, and their mean loss (0 without images)."""
+    """Return the noised mean of the clipped gradients of a batch's images, and their mean loss (0 without images).
+
+    `generator` is that of the augmentation.
+    """
     device = Device.of(network)
     total = torch.zeros(flat.trained, dtype=torch.float64, device=device.torch_device)
     loss_sum = torch.zeros((), device=device.torch_device)
     if len(batch):
-        inputs = inputs_on(device, examples, batch, augment)
+        inputs = inputs_on(device, examples, batch, generator)
         labels = device.put(examples.labels[batch])
         for gradients, losses in record_gradients(network, flat, value, inputs, labels, examples.entry):
             total += clipped_sum(gradients, records.clip)

@@ -124,7 +124,7 @@ def solve_findings(grams: Tensor, statistics: Mapping[str, Tensor], penalty: flo
             rows.append(torch.zeros(width + 1, dtype=gram.dtype))
             continue
         damping = torch.eye(width + 1, dtype=gram.dtype) * penalty * gram.diagonal()[:width].mean()
-        damping[width, width] = 0
+        damping[-1, -1] = 0
         rows.append(torch.linalg.solve(gram + damping, difference[:, finding]))
     return torch.stack(rows)
 

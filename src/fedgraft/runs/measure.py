@@ -249,7 +249,8 @@ class Measure:
         algorithm = self.setup.algorithm
         config = self.setup.config
         is_requested = config.personal.evaluate != "never"
-        shows_clients = bool(self.metric_names) and not algorithm.privacy.collects_sum and config.rounds.test
+        may_ask = not (algorithm.privacy.collects_sum or algorithm.privacy.answers_only_accounted)
+        shows_clients = bool(self.metric_names) and may_ask and config.rounds.test
         if not is_requested and not shows_clients:
             return {}
         if self.metric_names and has_one_model(algorithm):

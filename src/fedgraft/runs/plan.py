@@ -214,15 +214,17 @@ def _unknown_findings(setup: RunSetup) -> list[int]:
 def _head_bytes(setup: RunSetup) -> str:
     """Return what the sums that make the head take, if there are some: in a short run most of the traffic."""
     bytes_per_client = 0
-    for action in HEAD_ACTIONS[setup.algorithm.closed_form or setup.config.head]:
+    head = setup.algorithm.closed_form or setup.config.head
+    actions = HEAD_ACTIONS[head]
+    if head == "ridge" and _unknown_findings(setup):
+        actions = (*actions, "unknown_statistics")
+    for action in actions:
         repetitions = 1
         settings: dict[str, Scalar] = {}
         if action == "head_gradient":
             repetitions = setup.config.model.probe_steps
         if action == "unknown_statistics":
-            findings = _unknown_findings(setup)
-            repetitions = min(1, len(findings))
-            settings["findings"] = ",".join(map(str, findings or [0]))
+            settings["findings"] = ",".join(map(str, _unknown_findings(setup)))
         for field in action_named(action).summands(setup.task.network, settings).values():
             bytes_per_client += repetitions * math.prod(field.shape) * field.dtype.itemsize
     if not bytes_per_client:
