@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import dp_accounting
@@ -13,12 +14,20 @@ import pytest
 import torch
 from dp_accounting import pld
 from tests.support.errors import raises
+from tests.support.machines import Machines
+from tests.support.tiny import CNN
 from tests.support.toy import Toy, ToyNetwork, batch_norm_network, random_mask
 from torch import Tensor
 
 from fedgraft import algorithms as zoo
 from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.client.policy import Policy
+from fedgraft.config.agreement import broken_rules
+from fedgraft.config.build import build_algorithm
+from fedgraft.config.load import Config, load
 from fedgraft.core.space import masked
+from fedgraft.deploy.deployed import run_deployed
+from fedgraft.deploy.node import account_of_run
 from fedgraft.edit.dense import head
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.engines.packed import Packed
@@ -30,9 +39,17 @@ from fedgraft.privacy import records as records_module
 from fedgraft.privacy.dp import Mechanism
 from fedgraft.privacy.protection import DifferentialPrivacy, private, record_private, secure
 from fedgraft.privacy.records import RecordPrivacy, RecordSteps, clipped_sum
+from fedgraft.runs import checkpoint
+from fedgraft.runs.loop import run
+from fedgraft.runs.plan import plan_run
 
 LOCAL = LocalTraining(steps=3, batch_size=6, optimizer=sgdm(0.9))
 FULL: dict[str, Any] = {"clients": 3, "per_round": 3}
+
+
+def config_local(config: Config) -> LocalTraining:
+    """Return the local training of a config's algorithm."""
+    return build_algorithm(config).local
 
 
 def private_run(record: RecordPrivacy, rounds: int = 2, algorithm: Algorithm | None = None, **options: Any) -> Toy:
@@ -223,3 +240,76 @@ def test_what_noise_on_gradients_does_not_cover_is_refused() -> None:
         record_private(private(vary(zoo.fedavg(), weighting=zoo.scaffold().weighting), dp), record)
     for allowed in (zoo.fedprox(), zoo.scaffold(), zoo.fedadam(), zoo.fednova(), zoo.feddyn()):
         private_run(record, 1, vary(allowed, steps=3, batch_size=6))
+
+
+def test_an_owners_policy_names_the_unit() -> None:
+    """An epsilon for clients is not kept by noise for single images; one for images says so, and is compared."""
+    words = ["partition.clients=4", "trainable.kind=head", "privacy.dp.unit=record"]
+    config = load(None, [*words, "privacy.dp.epsilon=8"])
+    algorithm = build_algorithm(config)
+    for policy in (Policy(epsilon=8.0), Policy(lifetime_epsilon=8.0)):
+        assert [line.partition(":")[0] for line in broken_rules(policy, config, algorithm)] == ["unit"]
+    assert not broken_rules(Policy(unit="record", epsilon=8.0), config, algorithm)
+    assert broken_rules(Policy(unit="record", epsilon=7.0), config, algorithm) == ["epsilon: epsilon is 8"]
+    by_noise = load(None, [*words, "privacy.dp.noise=1.0"])
+    broken = broken_rules(Policy(unit="record", epsilon=8.0), by_noise, build_algorithm(by_noise))
+    assert len(broken) == 1 and broken[0].startswith("epsilon:")
+    expected = RecordPrivacy(20, noise=1.0).account(400, algorithm.local).epsilon(20)
+    assert account_of_run(by_noise, 400, 0) == (expected, 1e-5)  # what the node's ledger is charged with
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["privacy.dp.noise_source=distributed", "privacy.aggregation=secure"], "E-CONFIG-DP-RECORDS"),
+        (["privacy.dp.adaptive=true"], "E-CONFIG-DP-RECORDS"),
+        (["model.head=ridge"], "E-CONFIG-DP-NOT-COVERED"),
+        (["model.dropout=0.1"], "E-CONFIG-DP-NOT-COVERED"),
+        (["personal.evaluate=end"], "E-CONFIG-DP-NOT-COVERED"),
+        (["algorithm.name=moon"], "E-PRIVACY-RECORDS"),
+        (["loss.class_weights=own"], "E-PRIVACY-RECORDS"),
+    ],
+)
+def test_configs_that_the_account_does_not_cover_are_refused(words: list[str], code: str) -> None:
+    base = ["partition.clients=4", "privacy.dp.unit=record", "privacy.dp.noise=1.0"]
+    with raises(code):
+        build_algorithm(load(None, [*base, *words]))
+
+
+SMALL = [CNN, "data.source=synthetic", "data.count=200", "partition.clients=3", "rounds.total=2", "rounds.fraction=1.0"]
+SMALL += ["trainable.kind=head", "privacy.dp.unit=record", "privacy.dp.noise=2.0", "local.batch_size=16", "workers=1"]
+
+
+@pytest.mark.slow
+def test_a_run_tells_the_account_of_every_client(tmp_path: Path) -> None:
+    config = load(None, SMALL)
+    privacy = run(config, tmp_path / "run")["privacy"]
+    assert privacy["unit"] == "record" and privacy["repeatable_noise"] and len(privacy["clients"]) == 3
+    for account in privacy["clients"].values():
+        expected = RecordPrivacy(2, noise=2.0).account(account["images"], config_local(config)).epsilon(2)
+        assert account["epsilon"] == expected and account["steps"] == 8
+    assert privacy["epsilon"] == max(account["epsilon"] for account in privacy["clients"].values())
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Privacy of single images" in page
+    assert any(
+        line.startswith("privacy: epsilon") and "record (one training image" in line for line in plan_run(config)
+    )
+
+
+@pytest.mark.slow
+def test_nodes_draw_from_secrets_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With repeatable noise a deployment has the simulation's bytes; by default it has noise that nobody can know."""
+    vectors = {}
+    for secret in ("false", "none"):
+        words = SMALL if secret == "none" else [*SMALL, "privacy.dp.secret=false"]
+        config = load(None, words)
+        run(config, tmp_path / f"here {secret}")
+        nodes = Machines(config, tmp_path / f"there {secret}", tmp_path / f"keys {secret}", monkeypatch)
+        summary = run_deployed(config, tmp_path / f"there {secret}", nodes)
+        assert summary["privacy"]["repeatable_noise"] == (secret == "false")
+        for place in ("here", "there"):
+            latest = checkpoint.load_latest(tmp_path / f"{place} {secret}" / "checkpoints", config.digest)
+            assert latest is not None
+            vectors[place, secret] = latest.tensors["vector"]
+    assert torch.equal(vectors["here", "false"], vectors["there", "false"])
+    assert not torch.allclose(vectors["here", "none"], vectors["there", "none"], atol=1e-4)

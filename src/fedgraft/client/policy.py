@@ -54,6 +54,9 @@ class Policy:
         default=(), metadata={"says": "actions that may answer in the clear although secure aggregation is required"}
     )
     actions: tuple[str, ...] = field(default=(), metadata={"says": "the only actions that are carried out; empty: all"})
+    unit: str = field(
+        default="client", metadata={"says": "what an epsilon must be about: client, or record for each single image"}
+    )
     epsilon: float | None = field(default=None, metadata={"says": "differential privacy with at most this epsilon"})
     delta: float | None = field(default=None, metadata={"says": "and at most this delta"})
     noise: float | None = field(default=None, metadata={"says": "and at least this noise multiplier"})
@@ -181,6 +184,13 @@ class Policy:
         if self.secure and not privacy.collects_sum:
             raise Refused("the run has no secure aggregation", "secure")
         requires_noise = self.noise is not None or self.epsilon is not None
+        has_budget = requires_noise or self.lifetime_epsilon is not None
+        if privacy.records is not None and has_budget and self.unit != "record":
+            raise Refused("the run protects single images, and this policy asks it for the whole client", "unit")
+        if privacy.records is not None:
+            if self.noise is not None and (privacy.records.noise or 0.0) < self.noise:
+                raise Refused(f"the run does not say a noise of at least {self.noise:g}", "noise")
+            return
         if requires_noise and privacy.noise is None:
             raise Refused("the run has no differential privacy", "epsilon")
         if self.noise is not None and privacy.noise is not None:

@@ -13,6 +13,7 @@ from fedgraft.config.options import Config
 from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request
+from fedgraft.privacy.records import RecordPrivacy
 from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
 
@@ -249,6 +250,12 @@ def _ranges(config: Config, algorithm: Algorithm, wanted: Sequence[str]) -> dict
 
 def _account_rules(config: Config, algorithm: Algorithm, spent: float) -> dict[str, Any]:
     """Return the rules about differential privacy; empty without it. `spent` is the epsilon of earlier runs."""
+    record = algorithm.privacy.records
+    if record is not None:
+        of_records: dict[str, Any] = {"unit": "record", "delta": record.delta}
+        if record.epsilon is not None:
+            of_records |= {"epsilon": record.epsilon, "lifetime_epsilon": spent + record.epsilon}
+        return of_records
     account = budget(config, algorithm, config.rounds.total)
     noise = algorithm.privacy.noise
     if account is None or noise is None:
@@ -286,6 +293,9 @@ def _broken_account(policy: Policy, config: Config, algorithm: Algorithm) -> lis
     """Return "rule: reason" for the policy's bounds of epsilon and delta that the whole run would exceed."""
     if not policy.epsilon and not policy.delta:
         return []
+    record = algorithm.privacy.records
+    if record is not None:
+        return _broken_record_account(policy, record)
     account = budget(config, algorithm, config.rounds.total)
     if account is None:
         return []
@@ -294,6 +304,21 @@ def _broken_account(policy: Policy, config: Config, algorithm: Algorithm) -> lis
         violations.append(f"epsilon: epsilon is {account.epsilon:.4g}")
     if account.delta > (policy.delta or 1.0):
         violations.append(f"delta: delta is {account.delta:.4g}")
+    return violations
+
+
+def _broken_record_account(policy: Policy, record: RecordPrivacy) -> list[str]:
+    """Return "rule: reason" for the policy's bounds that an account of records may exceed.
+
+    Without a target epsilon it depends on how many images a client has, which a config does not know.
+    """
+    violations = []
+    if policy.epsilon and record.epsilon is None:
+        violations.append("epsilon: the run names a noise for single images, and no epsilon that it keeps within")
+    elif policy.epsilon and record.epsilon is not None and record.epsilon > policy.epsilon:
+        violations.append(f"epsilon: epsilon is {record.epsilon:.4g}")
+    if record.delta > (policy.delta or 1.0):
+        violations.append(f"delta: delta is {record.delta:.4g}")
     return violations
 
 

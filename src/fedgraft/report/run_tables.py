@@ -9,7 +9,7 @@ from typing import Any
 from fedgraft.core.files import json_ready
 from fedgraft.report.representation_figures import by_client, read_mixing, read_similarity
 from fedgraft.report.sections import Grid, Matrix, Part, Rows, Texts
-from fedgraft.report.values import NONE, label, metric, metric_column
+from fedgraft.report.values import NONE, format_epsilon, label, metric, metric_column
 
 _ROWS = 200  # clients; more make the page heavy
 _CELLS = 20_000  # cells of a table; more make the page heavy
@@ -63,6 +63,24 @@ def subgroups(summary: Mapping[str, Any]) -> list[Part]:
         if withheld:
             parts.append(Texts([f"Withheld, because too few images are known: {', '.join(withheld)}."]))
     return parts
+
+
+def record_accounts(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the privacy account of each client's images, where the run protects single images."""
+    rows = []
+    for name, account in ((summary.get("privacy") or {}).get("clients") or {}).items():
+        rows.append(
+            {
+                "client": name,
+                "epsilon": format_epsilon(account["epsilon"]),
+                "if draws are known": format_epsilon(account["epsilon_without_amplification"]),
+                "images": account["images"],
+                "noise": f"{account['noise']:.3f}",
+                "chance to be drawn": f"{account['sampling']:.4f}",
+                "steps": account["steps"],
+            }
+        )
+    return rows
 
 
 def _by_class_and_group(told: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -116,6 +116,7 @@ def view_run(
     sections = [
         Section("Curves", [no_curves, Charts(curves)]),
         Section("Privacy account", [Charts(account_charts(read_account(folder.path)), "account")]),
+        Section("Privacy of single images, by client", [Grid(tables.record_accounts(summary))]),
         Section("On the test images", [Grid(tables.pooled(summary))], tab="classes"),
         Section("By class (images; 95 % interval)", [Grid(tables.by_class(summary))], tab="classes"),
         Section("By subgroup (images; 95 % interval)", tables.subgroups(summary), tab="classes"),

@@ -219,10 +219,12 @@ def _protection(run: Adapted, summary: Summary) -> str:
         phrases.append(summary["protection"])
     account = summary.get("privacy")
     if account is not None:
-        phrases.append(f"epsilon {format_epsilon(account['epsilon'])} at delta {account['delta']:.3g}, per client")
+        phrases.append(
+            f"epsilon {format_epsilon(account['epsilon'])} at delta {account['delta']:.3g}, per {account['unit']}"
+        )
         for gap in account.get("not_covered", []):
             phrases.append(f"not covered: {gap}")
-    elif privacy.noise is None:
+    elif not privacy.answers_only_accounted:
         phrases.append("no noise was added")
     else:
         phrases.append("noise was added")

@@ -23,7 +23,7 @@ from fedgraft.data.pixels.store import ImageStore
 from fedgraft.data.sources.assemble import Store
 from fedgraft.edit.sparse import Sparse
 from fedgraft.local.memory import one_thread
-from fedgraft.report.values import clock, size
+from fedgraft.report.values import clock, format_epsilon, size
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.estimate import Estimate, estimate_run, require_room, require_room_for_models
 from fedgraft.runs.open_run import OpenRun, open_run
@@ -86,6 +86,8 @@ def _plan_lines(config: Config) -> list[str]:
     lines = [setup_line(setup, opened)]
     if data.label_sets:
         lines.append(_findings_line(setup))
+    if setup.algorithm.privacy.records is not None:
+        lines.append(_records_line(setup))
     lines += [
         f"data: {config.data.source}, {len(data.train_rows):,} training, {len(data.validation_rows):,} validation, "
         f"{len(data.dataset.test.labels):,} test images; clients hold {int(min(sizes)):,} to {int(max(sizes)):,}",
@@ -103,6 +105,16 @@ def _plan_lines(config: Config) -> list[str]:
     for warning in warnings_for(setup, opened, engines):
         lines.append(f"warning: {warning}")
     return lines
+
+
+def _records_line(setup: RunSetup) -> str:
+    """Return what the account of single images will be: the largest epsilon, and the noise of the clients."""
+    account = records_account(setup.algorithm, setup.config.rounds.total, images_of_clients(setup))
+    noises = [client["noise"] for client in account["clients"].values() if client["images"]]
+    return (
+        f"privacy: epsilon {format_epsilon(account['epsilon'])} at most, at delta {account['delta']:.2g}, for each "
+        f"record (one training image of a client); noise multipliers {min(noises):.3g} to {max(noises):.3g} by client"
+    )
 
 
 def _findings_line(setup: RunSetup) -> str:

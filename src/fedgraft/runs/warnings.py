@@ -185,7 +185,7 @@ def _representation_guarantee(setup: RunSetup, samples: int, noise: float) -> st
 def _outside_account(setup: RunSetup) -> list[str]:
     """Return warnings of preparations of a private run that its privacy account does not cover."""
     algorithm = setup.algorithm
-    if algorithm.privacy.noise is None:
+    if not algorithm.privacy.answers_only_accounted:
         return []
     channel = "the clear"
     if algorithm.privacy.collects_sum:
