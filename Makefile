@@ -62,7 +62,7 @@ test-only: $(STAMP)
 
 # More of real servers and nodes than the gate's few cases: every algorithm, faults, Ray; and the long checks of reliability.
 test-deploy: $(STAMP)
-	$(BIN)/python -m pytest -m deploy
+	$(BIN)/python -m pytest -m deploy -n 2 --dist loadfile
 
 # Small bugs, one at a time, against the tests that should notice them: docs/mutants.md. MUTANTS names some of them.
 mutants: $(STAMP)

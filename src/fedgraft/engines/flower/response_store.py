@@ -52,9 +52,10 @@ class ResponseStore:
             write_atomic(self.folder / name, [step.to_bytes(_STEP, "big"), response])
 
     def keep_rounds(self, rounds: Collection[int]) -> None:
-        """Remove the responses of other rounds."""
+        """Remove the responses of other rounds, and what a kill in the middle of a write left behind."""
         for file in self.folder.iterdir():
-            if int(file.name.partition("-")[0]) not in rounds:
+            round = file.name.partition("-")[0]
+            if not round.isdecimal() or int(round) not in rounds:
                 file.unlink()
 
     def remove(self) -> None:
