@@ -40,7 +40,8 @@ def linked(text: str) -> str:
         text = text.replace(f"]({source}", f"]({name}")
     text = text.replace("](docs/", "](")
     return re.sub(
-        r"(?<!!)\[([^\]]*)\]\((?!https?:|#)[^)]*?(?:/|\.py|\.toml|LICENSE|decisions|results|examples|reproduction)\)",
+        r"(?<!!)\[([^\]]*)\]\((?!https?:|#)"
+        r"(?:src/[^)]*|[^)]*?(?:/|\.py|\.toml|LICENSE|decisions|results|examples|reproduction))\)",
         r"\1",
         text,
     )

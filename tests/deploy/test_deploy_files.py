@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from tests.support.errors import raises
 from typer.testing import CliRunner
 
+from fedgraft.cli.deploy_node import _number_of_nodes
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
 from fedgraft.deploy import control as federation_control
@@ -267,6 +269,22 @@ def test_the_reason_of_a_nodes_end_is_its_last_line(tmp_path: Path) -> None:
     assert (error.code, error.message, error.hint) == tuple(table.values())
     error = node_failure("something\nsomething else\n", options)
     assert (error.code, error.fields["last_line"]) == ("E-DEPLOY-NODE-ENDED", "something else")
+
+
+def test_a_rehearsal_has_a_node_for_each_owner_of_the_data(tmp_path: Path) -> None:
+    """With three nodes for four owners the fourth was left out without a word, after minutes."""
+    for owner in ("anna", "ben", "cleo", "dora"):
+        for kind in "ab":
+            (tmp_path / "owners" / owner / kind).mkdir(parents=True)
+            for number in range(4):
+                Image.new("RGB", (8, 8), (10 * number, 0, 0)).save(tmp_path / "owners" / owner / kind / f"{number}.png")
+    place = ["data.source=owners", f"data.path={tmp_path / 'owners'}"]
+    by_owner = load(None, [*place, "partition.kind=by_site"])
+    assert _number_of_nodes(by_owner, None) == _number_of_nodes(by_owner, 4) == 4
+    with raises("E-CLI-NODES-OWNERS", owners=4, nodes=3):
+        _number_of_nodes(by_owner, 3)
+    divided = load(None, [*place, "partition.kind=iid"])
+    assert (_number_of_nodes(divided, None), _number_of_nodes(divided, 5)) == (3, 5)
 
 
 def test_a_small_request_is_told_in_kilobytes() -> None:

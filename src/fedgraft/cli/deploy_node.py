@@ -12,6 +12,7 @@ from fedgraft.cli.overrides import DeviceName, Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
+    from fedgraft.config.options import Config
     from fedgraft.deploy.run_node import NodeOptions
 
 
@@ -97,9 +98,33 @@ def install_signal_handlers() -> None:
     signal.signal(signal.SIGHUP, discard_output)
 
 
+def _number_of_nodes(config: Config, nodes: int | None) -> int:
+    """Return how many nodes rehearse a config: `nodes`, by default one for each owner of the data, else three.
+
+    Refuse another number than that of the owners: the rest would be left out without a word.
+    """
+    if config.partition.kind != "by_site":
+        return nodes or 3
+    from fedgraft.config.federate import federate
+
+    owners = federate(config).partition.names
+    if nodes is not None and nodes != len(owners):
+        raise FedgraftError(
+            "E-CLI-NODES-OWNERS",
+            f"the data has {len(owners)} owners ({', '.join(owners)[:200]}), and --nodes says {nodes}",
+            "leave --nodes out: each owner gets a node; partition.without leaves some out",
+            owners=len(owners),
+            nodes=nodes,
+        )
+    return len(owners)
+
+
 def local(
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="number of nodes; each is one client", min=1)] = 3,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", help="each is one client (default: one for each owner in the data, else 3)", min=1),
+    ] = None,
     folder: Annotated[
         Path | None, typer.Option("--folder", "-o", help="the run folder (default: runs/NAME-DIGEST)")
     ] = None,
@@ -116,7 +141,8 @@ def local(
 
     require_flower()
     install_signal_handlers()
-    config = with_clients(config_of(overrides, device), nodes)
+    config = config_of(overrides, device)
+    config = with_clients(config, _number_of_nodes(config, nodes))
     console = rich.get_console()
     path = (folder or Path("runs") / f"{config.name}-{config.digest}").absolute()
     if is_finished(path):
