@@ -125,7 +125,11 @@ def build_federation(config: Config, lr: float, **fields: Any) -> Federation:
 
 
 def build_algorithm(config: Config) -> Algorithm:
-    """Return the algorithm that the config names, with every slot that the config sets, under its privacy strategy."""
+    """Return the algorithm that the config names, under its privacy strategy.
+
+    A part ("slot") of the algorithm that the config sets (what trains, weights, compression, robust rule, buffer)
+    replaces the algorithm's own.
+    """
     build = partial(
         ALGORITHMS.build,
         config.algorithm.name,
@@ -137,6 +141,7 @@ def build_algorithm(config: Config) -> Algorithm:
     algorithm: Algorithm = build()
     trainable = _trainable_of_config(config, algorithm)
     if trainable is not None and algorithm.own_kind:
+        # It has made other parts for its own trainable kind, so it is built again around that of the config.
         algorithm = build(trainable=trainable)
     elif trainable is not None:
         algorithm = vary(algorithm, trainable=trainable)

@@ -45,7 +45,10 @@ class Shadow:
 
 
 def half_of(data: FederatedData, seed: int, pair: int, second: bool) -> FederatedData:
-    """Return the data with half of each client's training rows; the `second` of a pair has the other half."""
+    """Return the data with half of each client's training rows, drawn for the pair of shadow models number `pair`.
+
+    The `second` shadow model of the pair has the other half. Test rows stay as they are.
+    """
     partition = data.partition
     kept = []
     offsets = [0]
@@ -56,7 +59,7 @@ def half_of(data: FederatedData, seed: int, pair: int, second: bool) -> Federate
         chosen = shuffled[middle:] if second else shuffled[:middle]
         kept.append(np.sort(rows[chosen]))
         offsets.append(offsets[-1] + len(chosen))
-    # With names, a client keeps its test rows even if a class is missing from its half.
+    # `Partition` refuses test rows of a class without training rows, except of clients with names: a half may lack one.
     smaller = replace(partition, offsets=np.asarray(offsets), rows=np.concatenate(kept), names=data.client_names)
     return replace(data, partition=smaller)
 

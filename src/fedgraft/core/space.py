@@ -62,7 +62,7 @@ class EditSpace:
 
     @cached_property
     def size(self) -> int:
-        """Length of a vector of this space."""
+        """Length of a vector of this space: the trained coordinates, then the buffers."""
         return self.trained + sum(part.size for part in self.buffers)
 
     @cached_property

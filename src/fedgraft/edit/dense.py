@@ -59,7 +59,11 @@ class Dense:
     def open(
         self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None
     ) -> TrainableSetup:
-        """Return the space of the selected tensors; `ask` and `saved` are not used, as it follows from the kind."""
+        """Return the setup whose edit space has the selected tensors.
+
+        Which tensors these are follows from the network and the options alone, so `ask` (questions to the clients) and
+        `saved` (what an earlier opening stored) are not used.
+        """
         self.check(network)
 
         def included(name: str) -> bool:

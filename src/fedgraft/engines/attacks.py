@@ -48,7 +48,11 @@ def inner_product(benign: Tensor, own: Tensor, generator: Generator, epsilon: fl
 
 
 def little_is_enough(benign: Tensor, own: Tensor, generator: Generator, z: float | None = None) -> Tensor:
-    """ALIE: return the benign mean minus z standard deviations by coordinate; by default the largest z that hides."""
+    """ALIE: return the benign mean minus z standard deviations by coordinate, the same row for every attacker.
+
+    Of the attackers' honest updates `own` (f, k) only the shape is used. z is by default the largest that hides among
+    the benign (`alie_z`).
+    """
     if z is None:
         z = alie_z(len(benign), len(own))
     return (benign.mean(0) - z * benign.std(0)).expand_as(own).clone()

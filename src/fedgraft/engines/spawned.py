@@ -1,7 +1,8 @@
 """Workers on platforms that do not fork (macOS): how a new Python process receives the work that a fork inherits.
 
-This is the only module that pickles, and only from this process to its own children: nothing that comes from a file or
-from another machine is ever unpickled. cloudpickle writes functions and classes of the user's script by value, so a
+This is the only module that pickles, and only from this process to its own children: no code that comes from a file or
+from another machine is ever run. (The `.pth` file of a DINO release is read by torch's reader of weights alone, which
+runs nothing: `models/dino_hub.py`.) cloudpickle writes functions and classes of the user's script by value, so a
 worker never runs that script again. Memory-mapped arrays are sent by file name; a tensor that is a view is sent
 without the rest of its buffer.
 """

@@ -245,7 +245,8 @@ class ClientsTogether(Memories, ABC):
     ) -> Response:
         """Return the response of one client from its update (coordinates sent,) and what it reports for the record.
 
-        `effective_steps` are those of its training, for the links of the update.
+        `effective_steps` are the optimizer's gains summed over the local steps; the transforms that the update runs
+        through before it is sent (`UpdateLink`) may divide by them.
         """
         request = task.request
         sending = Sending(effective_steps, request.settings, len(update))

@@ -55,7 +55,7 @@ class Correction:
 
     @property
     def requires(self) -> Capabilities:
-        """`needs`, and what its auxiliary vectors need."""
+        """All capabilities that a run must have: `needs`, and what follows from auxiliary vectors."""
         required = self.needs
         if self.sends:
             required |= {Capability.AUXILIARY_SUMS}

@@ -213,14 +213,17 @@ def merge_comparisons(parts: Iterable[Mapping[str, Tensor]], classes: int) -> di
 
 
 def implausible_comparison(sums: Mapping[str, Tensor]) -> str:
-    """Return what cannot be true of one client's sums, or ""."""
-    weight, area, difference, square = sums["areas"]
-    if not (weight >= 0).all() or not (area >= 0).all() or not (area <= weight).all():
+    """Return what cannot be true of one client's sums, which `comparison_sums` describes; "" if nothing.
+
+    The rows of `areas` are inverse variances, and these times the first AUROC, the difference, and its square.
+    """
+    weight, weighted_auroc, difference, square = sums["areas"]
+    if not (weight >= 0).all() or not (weighted_auroc >= 0).all() or not (weighted_auroc <= weight).all():
         return "areas outside 0 to 1"
     if not (difference.abs() <= weight).all() or not torch.isclose(difference.square(), weight * square).all():
         return "differences that do not fit their squares"
     if not (((sums["sites"] == 0) | (sums["sites"] == 1)) & ((sums["sites"] == 1) == (weight > 0))).all():
-        return "areas of no site"
+        return "findings that count without a variance, or have one and do not count"
     for counts in (sums["right"], *sums["discordant"].T):
         if not ((counts >= 0).all() and (counts % 1 == 0).all() and counts[:2].sum() <= counts[2]):
             return "more discordant labels than labels"

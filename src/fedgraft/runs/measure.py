@@ -284,9 +284,10 @@ class Measure:
         return self._measure_here(vector, tests, torch.arange(len(tests.labels)))
 
     def _measure_here(self, vector: Tensor, examples: Examples, rows: Tensor) -> Measurement:
-        """Return a model's measurement on `rows` of examples that the server has; the model stays in the network.
+        """Return loss and accuracies of a model on `rows` of examples that the server has.
 
-        Features of these rows that are missing in the cache may be computed and stored there, on disk.
+        With them come the sums from which further metrics follow, where the run has such metrics. The model stays in
+        the network. Features of these rows that are missing in the cache may be computed and stored there, on disk.
         """
         context = self.opened.context
         context.load_model(vector)

@@ -65,7 +65,10 @@ class NodeView:
         return list(read_entries(path))
 
     def _ledger(self, cards: list[tuple[str, str, str]]) -> list[Section]:
-        """Return the tables of the ledger of the node's data, and add the card of the epsilon spent in all runs."""
+        """Return the tables of the ledger of the node's data: epsilon by run, and questions about the images.
+
+        To `cards` the epsilon of all runs is added, and a warning where a peer proved that the ledger is an old one.
+        """
         from fedgraft.deploy.node_state import NodeState
 
         ledger = NodeState(self.home).data_ledger()

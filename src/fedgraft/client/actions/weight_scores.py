@@ -63,7 +63,10 @@ def _require_known_estimator(request: Request, algorithm: Algorithm, context: Cl
 
 
 def _rows_in_share(request: Request, context: ClientContext) -> int:
-    """Return how many of the client's training rows the share of a request is; of one batch, as many as it holds."""
+    """Return how many training rows a client scores: the request's `share` of its rows, at least one.
+
+    Where scores are those of a single batch it is not more than the request's `batch`.
+    """
     rows = len(context.rows(request.client))
     count = max(1, round(float(request.settings["share"]) * rows))
     if request.settings.get("estimator") == "single_batch_abs":  # rows are drawn, not the first of a sorted data set

@@ -148,7 +148,10 @@ def _groups(files: Sequence[str], records: dict[int, FileRecord], rule: str) -> 
 
 
 def _owners(files: Sequence[str], records: dict[int, FileRecord], tag: str) -> list[str]:
-    """Return the owner of each file by a tag; refuse files that do not say it."""
+    """Return for each file the keyed hash of the tag `tag`, by which files of one site (client) are told.
+
+    `records` are what was read of the scans, by position in `files`. A file without the tag is refused.
+    """
     owners = []
     for place, file in enumerate(files):
         digest = ""

@@ -157,5 +157,5 @@ def name_list(settings: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def failure_sentence(reason: str) -> str:
-    """Return a carrier's reason for a failure at a node, as one line."""
+    """Return a sentence about a failure at a node, with the reason that a `NodeTransport` gives, as one line."""
     return f"its node failed: {printable(reason.strip() or 'no reason')[:300]}"

@@ -239,7 +239,10 @@ class Identity:
         self.served[run] = number
 
     def record_counter(self, client: int, counter: int, signature: bytes) -> None:
-        """Remember a peer's counter if it is larger than the one that is known."""
+        """Remember how far a peer's data ledger was, with the peer's signature, if that is farther than known so far.
+
+        Shown to the peer later, it proves that the peer's ledger was restored from a backup.
+        """
         if counter > self.counters.get(client, (0, b""))[0]:
             self.counters[client] = (counter, signature)
 
