@@ -204,9 +204,10 @@ def check_blocks(network: Network, **counts: int) -> None:
     """Raise an error if an option needs more blocks than the network has."""
     for name, count in counts.items():
         if count > network.depth:
+            blocks = f"{network.depth} blocks" if network.depth != 1 else "one block"
             raise FedgraftError(
                 "E-EDIT-BLOCKS",
-                f"trainable.{name} is {count} and the network has {network.depth} blocks",
+                f"trainable.{name} is {count} and the network has {blocks}",
                 f"choose at most {network.depth}",
                 option=name,
                 count=count,

@@ -448,7 +448,22 @@ def _scorer(setup: RunSetup, engines: Engines) -> HeadScorer:
 
 
 def _make_head(setup: RunSetup, sums: Sums, scorer: HeadScorer) -> Tensor:
-    """Return a head (classes, width + 1) made from the clients' sums by the method of the config."""
+    """Return a head (classes, width + 1) made from the clients' sums by the method of the config.
+
+    Raises where the features of all images are the same, so that no equation for a head has a solution.
+    """
+    try:
+        return _solve_for_head(setup, sums, scorer)
+    except torch.linalg.LinAlgError as error:
+        raise FedgraftError(
+            "E-RUN-HEAD-SINGULAR",
+            "no head can be made from the features of this network: they are the same for every image, or not finite",
+            "check its weights and data.normalise, or set model.head=random",
+        ) from error
+
+
+def _solve_for_head(setup: RunSetup, sums: Sums, scorer: HeadScorer) -> Tensor:
+    """Return the head (classes, width + 1) that solves the equations of the config's method."""
     method = setup.config.head
     options = setup.config.model
     if method == "probe":

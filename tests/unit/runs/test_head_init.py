@@ -6,14 +6,18 @@ Features are float32 and depend in their last bits on how many rows a batch has,
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.support.errors import raises
 from tests.support.toy import CLASSES, WIDTH, Toy
 from tests.support.toy_heads import CLIENTS, setting
 
 from fedgraft.client.actions import action_named
+from fedgraft.runs import head_init
 from fedgraft.runs.head_init import (
     GRID,
     LocalScorer,
@@ -156,3 +160,28 @@ def test_the_installed_head_classifies_and_the_backbone_keeps_its_bits() -> None
     after = float((toy.network(toy.tests.inputs).argmax(1) == toy.tests.labels).double().mean())
     assert after == pytest.approx(judge([head])[0][0], abs=1e-9) and after > before
     assert all(torch.equal(p, backbone[n]) for n, p in toy.network.named_parameters() if n in backbone)
+
+
+class DeadSums:
+    """Sums of clients whose network gives zeros for every image: forty images of four classes."""
+
+    clients = (0,)
+
+    def ask(self, action: object) -> dict[str, torch.Tensor]:
+        gram = torch.zeros(WIDTH + 1, WIDTH + 1, dtype=torch.float64)
+        gram[-1, -1] = 40
+        cross = torch.zeros(WIDTH + 1, 4, dtype=torch.float64)
+        cross[-1] = 10
+        return {"gram": gram, "cross": cross}
+
+
+@pytest.mark.parametrize("method", ["ridge", "probe", "lda"])
+def test_a_network_whose_features_are_all_zero_is_one_sentence(method: str) -> None:
+    """No equation for a head has a solution; without the guard it is torch's own error."""
+    options = SimpleNamespace(ridge=None, probe_steps=2)
+    setup: Any = SimpleNamespace(config=SimpleNamespace(head=method, model=options))
+    dead: Any = DeadSums()
+    with raises("E-RUN-HEAD-SINGULAR"):
+        head_init._make_head(setup, dead, lambda heads: [])
+    with pytest.raises(torch.linalg.LinAlgError):
+        head_init._solve_for_head(setup, dead, lambda heads: [])
