@@ -47,7 +47,7 @@ def test_the_package_is_typed_and_names_its_pythons() -> None:
 
 def test_the_workflow_calls_the_gate() -> None:
     steps = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8"))
-    assert {"run": "make test"} in steps["jobs"]["test"]["steps"]
+    assert "make test" in [step.get("run") for step in steps["jobs"]["test"]["steps"]]
     assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
