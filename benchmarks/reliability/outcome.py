@@ -34,8 +34,8 @@ NOTES = """
 - `liar`: the bar on accuracy is for a lie about similarity, with a poisoned change, where the server computes the
   scores. Where clients report their own score, or where the liar claims a billion examples too, only the cap on the
   weight is promised: a liar at that cap can cost far more than six points, as the row shows.
-- Rows before 2026-11-17 were made before the bounds on claims (ten times the median) and on lengths (30 times the
-  usual) were on by default; the cap of 2/m on a weight in `liar` is the older one of the two that now hold.
+- Bounds on claims (ten times the median) and on lengths (30 times the usual) are on by default; the cap of 2/m on a
+  weight in `liar` is the older one of the two that hold.
 - `membership`: guesses are chosen on the first half of the rounds and counted on the second.
 - `epsilon`: one bound is free of assumptions (Clopper and Pearson), the other takes the scores as Gaussian, which the
   mechanism's are, and is far tighter.
